@@ -65,6 +65,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.tables_rule",
         "settings of the default for tables, one changed at a time (CPU, minutes)",
     ),
+    "rate-search": (
+        "reproduction.experiments.rate_search",
+        "the gate block where its search used to fail, before and now (CPU, minutes)",
+    ),
     "tuning": (
         "reproduction.experiments.tuning",
         "settings that the paper does not give, chosen on held-out records (GPU minutes)",

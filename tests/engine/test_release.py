@@ -58,7 +58,7 @@ def test_metrics_are_stated_when_they_were_all_made(tmp_path):
     train(engine, *made)
     assert [row["quantity"] for row in engine.metrics[:2]] == [
         "training accuracy",
-        "clipped training loss",
+        "training Brier score",
     ]
     engine.save(tmp_path / "run")
 

@@ -152,7 +152,7 @@ def test_a_row_of_the_gate_block_has_its_metrics(monkeypatch):
     cells = [cell_of(small, arm, 3, 0, blocks=1, block_updates=1) for arm in ("block-free",)]
     cells.append(cell_of(small, "dog", 3, 0))
     block, dog = (next(selection_runs.made_together([cell], "cpu")) for cell in cells)
-    assert {row["quantity"] for row in block["metrics"]} >= {"score", "clipped training loss"}
+    assert {row["quantity"] for row in block["metrics"]} >= {"score", "training Brier score"}
     assert block["epsilon"] <= 3
     assert "metrics" not in dog
 

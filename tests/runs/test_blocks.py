@@ -146,14 +146,14 @@ def test_training_loss_and_accuracy_are_paid_for(gate, tmp_path):
     rows = run.statement["metrics"]
     assert seen.rows == rows
     found = {row["quantity"] for row in rows}
-    assert {"training accuracy", "clipped training loss"} <= found
+    assert {"training accuracy", "training Brier score"} <= found
     assert all(row["standard_error"] > 0 for row in rows if row["scale"])
     page = (tmp_path / "run" / "release" / "PRIVACY.md").read_text()
     assert "training accuracy" in page
     if gate == "none":
         assert len(rows) == 20
         assert run.plan.updates == 24
-        assert "they measure training loss and accuracy" in page
+        assert "they measure training accuracy and the Brier score" in page
         shorter = run.plan.limited(9)
         assert shorter.blocks == (2, 2, 3, 2)
     for stop in (5, 20):

@@ -209,7 +209,7 @@ class ModelTests:
         if quantity == LOSS_SCALE:
             return bins_of(losses.double().abs())
         if quantity == SCORE:
-            return _unit_means(metrics_of(found.outputs, found.targets, found.losses), units)
+            return _unit_means(metrics_of(found.outputs, found.targets), units)
         assert quantity == LOSS_DECREASE
         assert state.saved is not None
         assert state.memory is not None

@@ -180,7 +180,7 @@ class PrivacyEngine(PrivateLoop):
                 batch then comes in several microbatches, and `step` acts on the last of them.
             gate: a `LossGate` or a `CoinGate` makes every step a trial: the candidate is tested on
                 a fresh batch, and kept or undone. A `BlockGate` searches for the learning rate.
-            metrics: pays for noisy training loss and accuracy, `dpsur.Metrics()`.
+            metrics: pays for noisy training accuracy and Brier score, `dpsur.Metrics()`.
             accounting: "every-trial" charges every candidate with its test. "proven" charges the
                 accepted ones only: then `steps` counts accepted updates, the loader ends after the
                 last of them, and the number of batches that the loop saw is private. A `CoinGate`

@@ -12,8 +12,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from dpsur.functional.persons import PersonTargets, record_loss, record_rows
-from dpsur.functional.problem import EVALUATION_ROWS, Problem, example_losses
+from dpsur.functional.persons import PersonTargets, record_rows
+from dpsur.functional.problem import EVALUATION_ROWS, Problem
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params
 from dpsur.mechanism import gaussian
@@ -33,9 +33,9 @@ EMPTY_BELOW: Final = 2.0
 
 GRADIENT_NORM, LOSS_SCALE = "median gradient norm", "median loss"
 SCORE, LOSS_DECREASE = "score", "clipped loss decrease"
-ACCURACY, LOSS = "training accuracy", "clipped training loss"
-# The largest norm of (label right, loss over 2 ln K): the loss of a record whose label has the
-# largest probability is at most ln K. Losses that are not cross-entropy are clipped to it.
+ACCURACY, BRIER = "training accuracy", "training Brier score"
+# The largest norm of (label right, half the Brier score): a label with the largest probability, p,
+# has a Brier score of at most 1 - p.
 METRICS_NORM: Final = math.sqrt(1.25)
 
 
@@ -179,7 +179,7 @@ def classes_of(outputs: Any, targets: Any) -> int:
 
 
 def class_metrics(problem: Problem, params: Params, rows: Examples) -> Tensor:
-    """(label right, min(loss, 2 ln K) / (2 ln K)) over the largest norm that this can have.
+    """(label right, half the Brier score) over the largest norm that this can have.
 
     Of a person, the mean over their records, which has no larger norm.
     """
@@ -187,21 +187,25 @@ def class_metrics(problem: Problem, params: Params, rows: Examples) -> Tensor:
     assert isinstance(outputs, Tensor)
     if isinstance(rows.targets, PersonTargets):
         flat, targets = outputs.flatten(0, 1), record_rows(rows.targets)
-        losses = example_losses(record_loss(problem.loss), flat, targets)
-        each = metrics_of(flat, targets, losses)
+        each = metrics_of(flat, targets)
         return rows.targets.mean(each.view(*outputs.shape[:2], -1))
     assert isinstance(rows.targets, Tensor)
-    losses = example_losses(problem.loss, outputs, rows.targets)
-    return metrics_of(outputs, rows.targets, losses)
+    return metrics_of(outputs, rows.targets)
 
 
-def metrics_of(outputs: Tensor, targets: Tensor, losses: Tensor) -> Tensor:
-    """The same from scores of classes, labels and losses, each with a row per record."""
-    bound, losses = 2 * math.log(outputs.shape[1]), losses.double()
+def metrics_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The same from scores of classes and labels, each with a row per record.
+
+    The Brier score is the squared distance of the probabilities from those of certainty. It is
+    bounded as it is. A loss that is clipped is smallest, where most records are of one class, for a
+    model that is sure of that class whatever the record.
+    """
+    probabilities = torch.softmax(outputs.double(), 1)
+    labels = torch.nn.functional.one_hot(targets, outputs.shape[1])
+    halves = (probabilities - labels).square().sum(1) / 2
     right = (outputs.argmax(1) == targets).double()
-    parts = torch.where(losses.isfinite(), losses.clamp(0, bound) / bound, 1.0)
-    right = torch.where(losses.isfinite(), right, 0.0)
-    values = torch.stack([right, parts], 1) / METRICS_NORM
+    right = torch.where(halves.isfinite(), right, 0.0)
+    values = torch.stack([right, torch.where(halves.isfinite(), halves, 1.0)], 1) / METRICS_NORM
     longest: Tensor = values.norm(dim=1, keepdim=True)
     return values / longest.clamp(min=1)
 
@@ -280,11 +284,11 @@ def metric_row(
 
 
 def both_metrics(
-    test: int, after: str, rate: float | None, pair: Sequence[float], bound: float, error: float
+    test: int, after: str, rate: float | None, pair: Sequence[float], error: float
 ) -> list[dict[str, Any]]:
-    """Training accuracy and training loss, from one test."""
-    right, loss = pair
+    """Training accuracy and Brier score, from one test."""
+    right, half = pair
     return [
         metric_row(test, after, ACCURACY, rate, right, METRICS_NORM, error),
-        metric_row(test, after, LOSS, rate, bound * loss, bound * METRICS_NORM, error),
+        metric_row(test, after, BRIER, rate, 2 * half, 2 * METRICS_NORM, error),
     ]

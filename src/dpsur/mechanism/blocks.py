@@ -4,16 +4,15 @@ The steps of a run are updates and tests, in an order that is fixed before it st
 `RateSearchTraining` finds the learning rate: a test at the first weights, some short blocks of
 updates that each begin at the first weights and end with a test, then the long last block and its
 test. What a test says decides about the block before it and about the learning rate of the next
-one. `MeasuredTraining` only measures: noisy training loss and accuracy after every block. All that
-follows from a test is post-processing of noisy values that are paid for. Rule and constants are
-explained in docs/selection.md.
+one. `MeasuredTraining` only measures: noisy training accuracy and Brier score after every block.
+All that follows from a test is post-processing of noisy values that are paid for. Rule and
+constants are explained in docs/selection.md.
 
 Both work on an `Updates`, which makes updates and holds the weights, and on `Tests`, which add up
 values of the records. `fit` has them for weights in a state (`GradientProposer`, `RecordTests`),
 `PrivacyEngine` for those of a module (`engine/weights.py`, `engine/model_tests.py`).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -207,9 +206,9 @@ class RateSearchTraining(_Blocks):
 
 @dataclass(frozen=True)
 class MeasuredTraining(_Blocks):
-    """Plain updates, and now and then a noisy training loss and accuracy, all charged.
+    """Plain updates, and now and then a noisy training accuracy and Brier score, all charged.
 
-    With `patience` it stops when the noisy training loss has not been below its best by two
+    With `patience` it stops when the noisy Brier score has not been below its best by two
     standard errors for so many tests. Formal guarantee: that of the plan, also if it stops.
     """
 
@@ -243,14 +242,11 @@ class MeasuredTraining(_Blocks):
     def metrics(self, state: State) -> list[dict[str, Any]]:
         """What was measured so far, which is paid for and public."""
         memory = memory_of(state)
-        bound = 2 * math.log(self.tests.classes)
         error = standard_error(self.plan, self.tests.records)
         found = []
         for test in range(int(memory["tests"])):
             after = f"update {sum(self.plan.blocks[: test + 1])}"
-            found += both_metrics(
-                test, after, None, memory["measured"][test].tolist(), bound, error
-            )
+            found += both_metrics(test, after, None, memory["measured"][test].tolist(), error)
         return found
 
     def stopped(self, state: State) -> bool:

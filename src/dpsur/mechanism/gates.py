@@ -3,7 +3,7 @@
     LossGate    tests each candidate by a noisy loss difference (the paper's gate)
     CoinGate    keeps every improvement, and a worse candidate with a known probability
     BlockGate   finds the learning rate by tests after blocks of updates
-    Metrics     pays for noisy training loss and accuracy, without deciding anything
+    Metrics     pays for noisy training accuracy and Brier score, without deciding anything
 
 `fit` takes them as `Dpsgd(gate=..., metrics=...)`, a custom loop as `make_private(gate=...,
 metrics=...)`, and the options of the command line are their fields. They hold settings only. What
@@ -217,12 +217,12 @@ class BlockGate:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Pay for noisy training loss and accuracy of a classifier, ten times in a run.
+    """Pay for noisy training accuracy and Brier score of a classifier, ten times in a run.
 
     Args:
         budget: fraction by which they may increase the noise of the updates, such as 0.01.
         noise_multiplier: their noise over what one record can change, instead of `budget`.
-        patience: end the run when the noisy training loss has not improved in so many measurements.
+        patience: end the run when the noisy Brier score has not improved in so many measurements.
             Epsilon stays that of the whole plan.
         outputs: in a custom loop, `outputs(model, batch)` gives outputs and targets, as for a
             `BlockGate`.

@@ -42,17 +42,17 @@ def classify(
     return TriedRate(exponent, value, TOO_HIGH if fall < -HARM else TOO_LOW)
 
 
-def next_exponent(start: float, tried: Sequence[TriedRate]) -> float:
+def next_exponent(start: float, tried: Sequence[TriedRate], tie: float = 0.0) -> float:
     """Which rate to try next.
 
     The start first. While none has learned anything, long steps up, or down if all were too high,
     or half way between both. If the best has learned little, one long step up. Then the neighbours
-    of the best, first towards the nearest other rate, and last the middle between it and the better
-    neighbour.
+    of the best, first towards the nearest other rate, or down, and last the middle between it and
+    the better neighbour. Of rates whose values are within a `tie` the lowest is the best.
     """
     if not tried:
         return start
-    best = _best(tried)
+    best = _best(tried, tie)
     high = _exponents(tried, TOO_HIGH)
     highest = max((block.exponent for block in tried if block.kind != TOO_HIGH), default=None)
     if best is None:
@@ -64,7 +64,7 @@ def next_exponent(start: float, tried: Sequence[TriedRate]) -> float:
     below, above = (_nearest(best, tried, side, SEARCH_STEP) for side in (-1, 1))
     if below is None and above is None:
         ways = [block.exponent - best.exponent for block in tried if block is not best]
-        return best.exponent + math.copysign(SEARCH_STEP, min(ways, key=abs, default=1.0))
+        return best.exponent + math.copysign(SEARCH_STEP, min(ways, key=abs, default=-1.0))
     if above is None:
         return best.exponent + SEARCH_STEP
     if below is None:
@@ -73,17 +73,20 @@ def next_exponent(start: float, tried: Sequence[TriedRate]) -> float:
     return (best.exponent + better.exponent) / 2
 
 
-def best_exponent(tried: Sequence[TriedRate]) -> float:
+def best_exponent(tried: Sequence[TriedRate], tie: float = 0.0) -> float:
     """The top of a parabola through the best value and two beside it, at most half a step away.
 
     These are its neighbours. At an end they are the neighbour and the one beyond it; where values
-    still rise without slowing down, it is half a step further. Without a useful rate it is the
-    highest that did no harm.
+    still rise without slowing down, it is half a step further. Where the tests cannot tell rates
+    apart, values within a `tie`, it is the lowest of those, without a parabola through noise.
+    Without a useful rate it is the highest that did no harm.
     """
-    best = _best(tried)
+    best = _best(tried, tie)
     if best is None:
         low = _exponents(tried, TOO_LOW)
         return max(low) if low else min(_exponents(tried, TOO_HIGH)) - LONG_STEP
+    if len(_tied(tried, tie)) > 1:
+        return best.exponent
     below, above = (_nearest(best, tried, side, SEARCH_STEP) for side in (-1, 1))
     if below is not None and above is not None:
         first, second = below, above
@@ -122,10 +125,16 @@ def between(place: float, places: Sequence[float], heights: Sequence[float]) -> 
     return levels[-1]
 
 
-def _best(tried: Sequence[TriedRate]) -> TriedRate | None:
-    """The block of the highest value among those that have learned something."""
+def _best(tried: Sequence[TriedRate], tie: float) -> TriedRate | None:
+    """The block of the highest value among those that have learned something; the lowest rate."""
+    return min(_tied(tried, tie), key=lambda block: block.exponent, default=None)
+
+
+def _tied(tried: Sequence[TriedRate], tie: float) -> list[TriedRate]:
+    """The blocks that have learned something, and whose value may be the highest."""
     useful = [block for block in tried if block.kind in (USEFUL, WEAK)]
-    return max(useful, key=lambda block: block.value, default=None)
+    highest = max((block.value for block in useful), default=0.0)
+    return [block for block in useful if block.value >= highest - tie]
 
 
 def _exponents(tried: Sequence[TriedRate], kind: str) -> list[float]:

@@ -45,10 +45,11 @@ FIRST_ADAM_RATE: Final = 0.08
 # Blocks of a search, and updates in each of them.
 USUAL_BLOCKS: Final = 3
 BLOCKS_PER_RUN, SHORTEST_BLOCK = 16, 40
-CLIP_PART: Final = 8.0  # the clipping norm is the median gradient norm over this
-# A block has learned something if it moved the loss by this much, of 2 ln K or of the median loss,
-# and by so many standard errors. Where that is a lot, values alone are compared.
+# A block has learned something if it moved half the Brier score by this much, or the loss by this
+# part of its median, and by so many standard errors. Where that is a lot, values are compared.
 LEAST_MOVE, MOVE_ERRORS, COARSE_MOVE = 0.005, 3.0, 0.05
+# Values within so many standard errors of each other are a tie, which goes to the lower rate.
+TIE_ERRORS: Final = 2.0
 # Where noise moves the weights, the best rate of a run falls with this power of its length.
 LENGTH_POWER: Final = 0.75
 ADAM_SHARE: Final = 0.5  # of noise, where steps do not grow with the gradient and none is measured
@@ -238,7 +239,7 @@ class RateSearch:
                 memory["loss_scale"] = torch.full_like(memory["loss_scale"], value or 1.0)
             elif value:
                 norm = memory["max_grad_norm"]
-                memory["max_grad_norm"] = torch.full_like(norm, value / CLIP_PART)
+                memory["max_grad_norm"] = torch.full_like(norm, value)
         elif len(noisy) == 2:
             right, loss = (METRICS_NORM * noisy / self.tested).tolist()
             measured = memory["measured"]  # which a custom loop has on the host
@@ -269,11 +270,11 @@ class RateSearch:
         if len(self.rule.starts) > 1 and block == self._searched - 1:
             exponent = self.rule.starts[1]
         elif block < self._searched:
-            exponent = next_exponent(self.rule.starts[0], tried)
+            exponent = next_exponent(self.rule.starts[0], tried, self._tie)
         elif not tried:
             exponent = self.rule.starts[-1]
         else:
-            exponent = best_exponent(tried)
+            exponent = best_exponent(tried, self._tie)
             places = [one.exponent for one in tried]
             shares = [min(1.0, share) for share in memory["shares"].tolist()[:block]]
             share = between(exponent, places, shares)
@@ -335,7 +336,12 @@ class RateSearch:
         *searched, last = self._block_values(memory)
         if not searched:
             return True
-        return last >= max(searched) - 2 * self.standard_error * self._score_scale
+        return last >= max(searched) - self._tie
+
+    @property
+    def _tie(self) -> float:
+        """How far apart two values may be without telling their rates apart."""
+        return TIE_ERRORS * self.standard_error * self._score_scale
 
     def _noise_share(
         self, memory: Memory, block: int, displacement: Callable[[], Displacement]
@@ -390,6 +396,6 @@ class RateSearch:
             error = self.standard_error
             found.append(metric_row(number, after, quantity, rate, values[number], scale, error))
             if quantity == SCORE:
-                pair, bound = memory["measured"][number].tolist(), 2 * math.log(self.classes)
-                found += both_metrics(number, after, rate, pair, bound, error)
+                pair = memory["measured"][number].tolist()
+                found += both_metrics(number, after, rate, pair, error)
         return found

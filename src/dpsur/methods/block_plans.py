@@ -39,7 +39,7 @@ def check_metrics(method: "GradientMethod") -> None:
             )
     if method.patience is not None and (method.metrics_budget is None or gate != NO_GATE):
         raise InvalidInputError(
-            f"patience {method.patience} watches the training loss that metrics_budget pays for, "
+            f"patience {method.patience} watches the Brier score that metrics_budget pays for, "
             "without a gate; give metrics_budget, or leave patience out"
         )
     if method.metrics_budget is None:

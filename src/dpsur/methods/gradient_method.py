@@ -208,8 +208,8 @@ class GradientMethod(OptimizerMethod):
 
     metrics_budget: float | None = option(
         None,
-        "report noisy training loss and accuracy, ten times in a run or after every test of the "
-        "gate block: fraction by which this may increase the noise of the updates, such as 0.01 "
+        "report noisy training accuracy and Brier score, ten times in a run or after every test of "
+        "the gate block: fraction by which this may raise the noise of the updates, such as 0.01 "
         "(gates none and block, classification)",
         group=METRICS,
     )
@@ -222,7 +222,7 @@ class GradientMethod(OptimizerMethod):
 
     patience: int | None = option(
         None,
-        "end the run when the paid training loss has not improved in so many measurements; epsilon "
+        "end the run when the paid Brier score has not improved in so many measurements; epsilon "
         "stays that of the whole run (with metrics_budget, gate none)",
         group=METRICS,
     )

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 from dpsur import checks
 from dpsur.environment import versions
 from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.mechanism.block_tests import ACCURACY, BRIER
 from dpsur.privacy.account import replays
 from dpsur.privacy.accountants.rdp import RenyiFilter
 from dpsur.privacy.budget import Budget
@@ -107,6 +108,7 @@ PUBLIC = (
 )
 INPUTS = ("images", "texts")
 HELD_OUT = ("quantity", "value", "standard_error")
+EARLIER_LOSS = "clipped training loss"  # that tests measured before the Brier score
 METRIC = ("test", "after", "quantity", "learning_rate", "value", "scale", "standard_error")
 # The settings that every custom loop has.
 LOOP_SETTINGS = ("batch_size", "noise_multiplier", "max_grad_norm", "optimizer", "views")
@@ -395,7 +397,9 @@ def _metrics(statement: Mapping[str, Any], plan: Plan, made: Ledger) -> list[dic
         return None
     stated, test = statement["metrics"], plan.test
     tests = sum(entry.trials for entry in made.entries if entry.step == test)
-    both = ["training accuracy", "clipped training loss"]
+    measured = {row["quantity"] for row in stated}
+    loss = EARLIER_LOSS if EARLIER_LOSS in measured else BRIER
+    both = [ACCURACY, loss]
     whole = ["score", *both] if plan.searches else both
     for number in range(tests):
         found = [row["quantity"] for row in stated if row["test"] == number]
