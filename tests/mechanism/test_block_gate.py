@@ -689,7 +689,7 @@ def test_a_block_decays_from_its_rate_and_starts_where_the_rule_says():
     first = 24 * (1 - 0.5) / 0.25
     assert rates[:3] == pytest.approx([first, first * 2 / 3, first / 3])
     assert rates[3] == pytest.approx(first * 2**-1.5)
-    assert any(rates[6] == pytest.approx(first * 2**step) for step in (-1.5, 3.0))
+    assert any(rates[6] == pytest.approx(first * 2**step) for step in (1.5, -3.0))
     assert len(rates) == 17
     assert rates[13] / rates[12] == pytest.approx(4 / 5)
 

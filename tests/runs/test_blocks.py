@@ -216,7 +216,7 @@ def test_a_run_that_stops_early_keeps_the_whole_epsilon(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"patience": 2}, "patience 2 watches the training loss"),
+        ({"patience": 2}, "patience 2 watches the Brier score"),
         ({"test_error": 0.1, "val_noise_multiplier": 3.0}, "test_error 0.1 sets the noise of te"),
         ({"gate": "loss"}, "metrics_budget 0.05 needs the gate none or block"),
         ({"metrics_budget": 0.0}, "metrics_budget must be"),
