@@ -429,7 +429,7 @@ tests_not_charged.__test__ = False
 
 def metrics_not_clipped(patch):
     def wrong(outputs, targets):
-        return (outputs.double() - torch.nn.functional.one_hot(targets, outputs.shape[1])).square()
+        return outputs.double().square()[:, :2]
 
     patch.setattr(model_tests, "metrics_of", wrong)
 
