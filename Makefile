@@ -48,7 +48,7 @@ release-check: $(INSTALLED)
 		$(CHECK)/bin/python tests/release_check.py README.md || exit 1; \
 	done
 
-# Damaged inputs, deaths and kills; docs/reliability.md shows what came of it.
+# Damaged inputs, deaths and kills; docs/tables/reliability.md shows what came of it.
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.robustness
 
@@ -65,14 +65,12 @@ format: $(INSTALLED)
 # them, with the command that regenerates the rows of each and the GPU time that it takes.
 reproduce: $(INSTALLED)
 	$(BIN)/python -m reproduction all --render-only
-	$(BIN)/python -m reproduction.page_figures --write
+	$(BIN)/python -m reproduction.page_tables --write
 	$(BIN)/python -m reproduction.features_page --write
 	$(BIN)/python -m reproduction.options_page --write
 	$(BIN)/python -m reproduction.selection --write
 	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.svg
-	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.png
 	$(BIN)/python -m reproduction bench-networks --rows results/bench_networks_gpu.jsonl --plot docs/figures/networks_gpu.svg --growth-plot docs/figures/networks_growth_gpu.svg
-	$(BIN)/python -m reproduction bench-networks --rows results/bench_networks_gpu.jsonl --plot docs/figures/networks_gpu.png --growth-plot docs/figures/networks_growth_gpu.png
 
 # pip compiles on one core; compileall does it on all of them, and leaves out what is hardly imported.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,11 @@ class Artifact(Protocol):
         ...
 
 
+# Times has the widths of STIX and stands in for it in a viewer.
+FONT_STACK = "STIXGeneral,Times,serif"
+PNG_DPI = 220
+
+
 @dataclass(frozen=True)
 class Page:
     """A text file, at a path below the folder."""
@@ -43,16 +49,23 @@ class Page:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure as SVG and as PNG. `draw` is called under the common style."""
+    """A figure as SVG; with `png` as PNG too, for the README. `draw` has the common style."""
 
     name: str
     draw: Callable[[], "Figure"]
+    png: bool = False
 
     def write(self, folder: Path) -> list[Path]:
-        """Draw and write both files."""
+        """Draw and write, without dates or versions: the same rows give the same bytes."""
         stem = folder / FIGURES / self.name
         stem.parent.mkdir(parents=True, exist_ok=True)
-        return style.save(self.draw, stem)
+        svg, png = stem.with_name(f"{stem.name}.svg"), stem.with_name(f"{stem.name}.png")
+        with style.common():
+            figure = self.draw()
+            svg.write_text(_svg(figure), encoding="utf-8")
+            if self.png:
+                write_png(figure, png)
+        return [svg, png] if self.png else [svg]
 
 
 @dataclass(frozen=True)
@@ -127,3 +140,24 @@ def _exact(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _svg(figure: "Figure") -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    # A hundredth of a point is finer than any printer, and half the size of the file. What stands
+    # between the tags is text for people, and stays as it is.
+    shortened = re.sub(
+        r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text.getvalue()
+    )
+    return re.sub(rf"'?{style.FONT}'?", FONT_STACK, shortened)
+
+
+def write_png(figure: "Figure", path: Path, dpi: int = PNG_DPI) -> None:
+    """Write a PNG of 256 colours, which is plenty for lines and letters."""
+    from PIL import Image
+
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=dpi)
+    with Image.open(picture) as full:
+        full.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)

@@ -115,7 +115,7 @@ def table_rows(text: str) -> list[list[str]]:
 
 
 def test_the_map_of_the_paper_names_a_test_for_every_row():
-    rows = [row for row in table_rows(text_of("docs/paper_map.md")) if len(row) == 4]
+    rows = [row for row in table_rows(text_of("docs/algorithm_1.md")) if len(row) == 4]
     assert len(rows) > 20
     for row in rows:
         assert all(cell.strip() for cell in row), row
@@ -125,7 +125,7 @@ def test_the_map_of_the_paper_names_a_test_for_every_row():
 
 def test_the_map_of_the_paper_names_what_its_places_hold():
     """Classes, functions and constants of a row are defined in one of the row's files."""
-    for row in table_rows(text_of("docs/paper_map.md")):
+    for row in table_rows(text_of("docs/algorithm_1.md")):
         if len(row) != 4 or row[0].strip() in ("paper", "system, symbol"):
             continue
         named = re.findall(r"`([\w/.]+)`", row[2])

@@ -3,6 +3,7 @@
 import re
 
 from dpsur import figure_style as style
+from reproduction.artifacts import Picture
 
 
 def test_letters_in_an_svg_keep_their_digits(tmp_path):
@@ -13,6 +14,6 @@ def test_letters_in_an_svg_keep_their_digits(tmp_path):
         axes.plot([0.123456789, 1.0], [0.0, 1.0])
         return figure
 
-    svg, _ = style.save(draw, tmp_path / "picture")
+    (svg,) = Picture("picture", draw).write(tmp_path)
     assert "0.00123" in svg.read_text()
     assert not re.search(r'd="[^"]*\d\.\d{3}', svg.read_text())

@@ -1,9 +1,7 @@
-"""The commands, code blocks and figures of the README and the overview are right."""
+"""The commands and code blocks of the README and of the first pages are right."""
 
 import ast
-import csv
 import json
-import math
 import re
 import shlex
 import shutil
@@ -20,17 +18,12 @@ from dpsur.methods import METHODS
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.options import flag
 from dpsur.tasks import TASKS
-from reproduction.differences import difference
-from reproduction.experiments.accuracy import paper_accuracy, summary
-from reproduction.experiments.best import summary as best_summary
-from reproduction.experiments.demo import PAPER, TWIN, scores
-from reproduction.experiments.membership import summary as attacks
-from reproduction.experiments.robustness import records as rate_records
-from reproduction.experiments.sixteen import coins, compared, counts, grouped
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
-OVERVIEW = (ROOT / "docs" / "overview.md").read_text()
+CONCEPTS = (ROOT / "docs" / "concepts.md").read_text()
+DATA = (ROOT / "docs" / "data.md").read_text()
+START = (ROOT / "docs" / "getting_started.md").read_text()
 MOST_WORDS = 800
 PAGES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 
@@ -66,7 +59,7 @@ def test_own_model_and_own_loop_take_ten_statements():
 
 
 def commands(prefix: str) -> list[str]:
-    text = TEXT if prefix == "make " else TEXT + OVERVIEW
+    text = TEXT if prefix == "make " else TEXT + START
     found = [line for block in blocks("sh", text) for line in block.splitlines()]
     lines = [line.split("#")[0].strip() for line in found]
     return [line for line in lines if line.startswith(prefix)]
@@ -133,115 +126,10 @@ def test_the_demo_ends_above_92_percent(tmp_path):
     assert re.search(r"Testing candidates (gained|cost) \d+\.\d points here", printed)
 
 
-def test_the_stated_range_of_proven_figures_is_that_of_the_rows():
-    rows = rows_of("accounting")
-    at_three = [row["epsilon"]["proven_pld"] for row in rows if row["config"]["epsilon"] == 3]
-    low, high = re.search(
-        r"its epsilon 3 is (\d\.\d+) to (\d\.\d+) when it is proved", OVERVIEW
-    ).groups()
-    assert float(low) == math.ceil(100 * min(at_three)) / 100  # rounded up, as bounds are
-    assert float(high) == math.ceil(100 * max(at_three)) / 100
-    attained = [row["attained"] for row in rows if row["config"]["epsilon"] == 3]
-    for page in ("accounting", "proof"):  # a lower bound, rounded down
-        text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
-        assert f"{math.floor(100 * min(attained)) / 100}" in text
-
-
-def test_the_stated_accuracy_is_that_of_the_rows():
-    rows = rows_of("demo")
-    demo = [row["accuracy"] for row in rows if row["arm"] == "auto (make demo)"]
-    assert len(demo) == 5
-    text = " ".join(TEXT.split())
-    stated = int(re.search(r"the default reaches about (\d+)%", text)[1])
-    assert stated == round(100 * sum(demo) / 5)
-    cost = -difference(scores(rows, PAPER), scores(rows, TWIN)).value
-    assert f"Over five seeds the test costs {cost:.2f} points" in text
-    page = " ".join((ROOT / "docs" / "algorithm_1.md").read_text().split())
-    assert f"the test costs {cost:.2f} points at the same proven epsilon" in page
-
-
-def test_the_stated_speed_is_that_of_the_rows():
-    cells = {}
-    for row in rows_of("bench_gpu"):
-        cell = cells.setdefault((row["network"], row["batch_size"]), {})
-        cell[row["arm"]] = row["time_over_plain"]
-    stated = re.findall(r"^\| `([a-z0-9-]+)` \| (\d+) \| (.*) \|$", OVERVIEW, flags=re.MULTILINE)
-    assert len(stated) == 6
-    for network, batch, figures in stated:
-        times = cells[network, int(batch)]
-        arms = ("dpsgd-captured", "dpsur-captured", "opacus-hooks")
-        assert figures == " | ".join(f"{times[arm]:.1f}" for arm in arms)
-    faster = [r["time_over_plain"] for r in rows_of("bench_gpu_faster_host") if _small_trial(r)]
-    first, second, third = (f"{ratio:.2f}" for ratio in faster)
-    (reviews,) = (
-        r["time_over_plain"]
-        for r in rows_of("bench_gpu_faster_host")
-        if (r["network"], r["arm"]) == ("lstm-imdb", "dpsur-captured")
-    )
-    said = f"three took {first}, {second} and {third}, and {reviews:.2f} on `l"
-    assert said in " ".join(OVERVIEW.split())
-
-
-def _small_trial(row):
-    return row["arm"] == "dpsur-captured" and row["network"].endswith("-28")
-
-
-def test_what_is_said_of_the_experiments_is_what_rows_say():
-    distance = {}
-    with (ROOT / "docs" / "tables" / "trajectory.csv").open() as file:
-        for row in csv.DictReader(file):
-            distance[row["arm"]] = float(row["last_half"])
-    assert distance["DPSGD, same epsilon"] < distance["DPSUR"] < distance["DPSGD"]
-    assert {abs(row["best_beta"]) < 0.01 for row in rows_of("acceptance")} == {True}
-
-
-def test_what_is_said_of_the_accuracies_is_what_rows_say():
-    groups = {(r["task"], r["arm"], r["epsilon"]): r for r in summary(rows_of("accuracy"))}
-    released = [r for (_, arm, _), r in groups.items() if arm == "released-code"]
-    near = sum(abs(record["difference"]) <= 0.7 for record in released)
-    assert f"reaches {near} of its 16 figures for DPSUR to 0.7 points" in " ".join(OVERVIEW.split())
-    for (task, arm, _), printed in groups.items():
-        if arm == "published" and task != "imdb":
-            assert printed["seeds"] == 5
-            assert printed["difference"] < 0
-            assert task != "fmnist" or -2.75 < printed["difference"] < -0.75
-    # "with it, a coin in place of the test comes within about a point"
-    tossed = [cell for cell in coins(grouped(rows_of("accuracy"))) if cell["data"] != "IMDb"]
-    assert max(max(-cell["low"], cell["high"]) for cell in tossed) < 1.2
-    as_printed = [r for (_, arm, _), r in groups.items() if arm == "published"]
-    met = sum(abs(record["difference"]) <= 0.7 for record in as_printed)
-    assert f"Algorithm 1 as printed meets {met}," in " ".join(OVERVIEW.split())
-    cells = compared(grouped(rows_of("accuracy")), paper_accuracy())
-    ahead, _, behind = counts(cells)
-    said = f"ahead of Algorithm 1 in {ahead} of {len(cells)} cells and behind in {behind}"
-    assert f"significantly {said}" in " ".join(OVERVIEW.split())
-
-
-def test_what_is_said_of_learning_rates_is_what_rows_say():
-    records = rate_records(rows_of("robustness"))
-    for epsilon in (1, 3):
-        found = {r["what"]: r for r in records if r["epsilon"] == epsilon}
-        plain, selective = found["DP-SGD, constant rate"], found["selective, every trial charged"]
-        assert plain["best"] >= max(selective["best"], found["selective, proven"]["best"])
-
-
-def test_what_is_said_of_attacks_is_what_rows_say():
-    found = {(r["task"], r["target"], r["attack"]): r for r in attacks(rows_of("membership"))}
-    for attack in ("shadow", "white-box"):
-        assert found["fmnist", "nonprivate", attack]["accuracy"] >= 0.58
-        assert f"{found['cifar10', 'nonprivate', attack]['accuracy']:.2f}" == "0.75"
-    private = [r for (_, target, attack), r in found.items() if target != "nonprivate"]
-    learned = [r for r in private if r["attack"] in ("shadow", "white-box")]
-    assert max(record["accuracy"] for record in learned) < 0.51
-    # "where a better one finds a little"
-    better = found["fmnist", "dpsur, ε 4", "rmia-online"]
-    assert 0.5 < better["low"] < better["accuracy"] < 0.55
-
-
 def test_every_method_and_task_is_there():
-    listed = re.findall(r"^\| `([a-z-]+)` \|[^|]*\|$", OVERVIEW, flags=re.MULTILINE)
+    listed = re.findall(r"^\| `([a-z-]+)` \|[^|]*\|$", CONCEPTS, flags=re.MULTILINE)
     assert listed == list(METHODS)
-    assert all(f"`{task}`" in OVERVIEW for task in TASKS)
+    assert all(f"`{task}`" in DATA for task in TASKS)
     # the gate works with every method except the last two
     selective = [issubclass(METHODS[name], GradientMethod) for name in listed]
     assert selective == [True] * 5 + [False] * 2
@@ -256,7 +144,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_map_of_the_paper_names_what_there_is():
-    text = (ROOT / "docs" / "paper_map.md").read_text()
+    text = (ROOT / "docs" / "algorithm_1.md").read_text()
     for row in re.findall(r"^\| (?!-)(.*) \|$", text, flags=re.MULTILINE):
         cells = row.split(" | ")
         for path in re.findall(r"`([a-z_/0-9]+(?:\.py|\.csv|/))`", " ".join(cells[2:])):
@@ -274,10 +162,10 @@ def test_every_package_is_explained():
 
 def test_the_stated_versions_are_those_of_the_metadata():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needs = re.search(r"needs\s+Python (\S+) or newer and PyTorch (\S+) or newer", OVERVIEW)
+    needs = re.search(r"needs\s+Python (\S+) or newer and PyTorch (\S+) or newer", START)
     assert project["requires-python"] == f">={needs[1]}"
     assert f"torch>={needs[2]}" in project["dependencies"]
-    tested = re.search(r"tested are Python ([\d., and]+), PyTorch ([\d.]+)\s", OVERVIEW)
+    tested = re.search(r"tested are Python ([\d., and]+), PyTorch ([\d.]+)\s", START)
     named = [text.split(" :: ")[-1] for text in project["classifiers"] if "3." in text]
     assert re.findall(r"3\.\d+", tested[1]) == named
     assert tested[2] == needs[2]
@@ -285,19 +173,3 @@ def test_the_stated_versions_are_those_of_the_metadata():
 
 def test_it_is_short():
     assert len(TEXT.split()) <= MOST_WORDS
-
-
-def test_the_two_findings_are_on_the_first_page():
-    text = " ".join(TEXT.split())
-    pattern = r"epsilon 3 is (\d\.\d+) to (\d\.\d+) when it is proved"
-    low, high = re.search(pattern, text).groups()
-    assert f"is {low} to {high} when it is proved" in " ".join(OVERVIEW.split())
-    assert "rejected gradients that leak through the momentum" in text
-
-
-def test_the_accuracy_on_reviews_is_that_of_the_rows():
-    cell = {"task": "imdb-words", "epsilon": 1, "method": "dpsgd"}
-    (found,) = (one for one in best_summary(rows_of("best")) if cell.items() <= one.items())
-    pattern = r"reach ([\d.]+)% at a proven epsilon of 1, where the paper's DPSUR has ([\d.]+)%"
-    (said,) = re.findall(pattern, " ".join(OVERVIEW.split()))
-    assert said == (f"{found['mean']:.1f}", f"{found['paper']:.1f}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from dpsur.bench.measurement import OK, OUT_OF_MEMORY
 from dpsur.errors import InvalidInputError
-from dpsur.figure_style import write_png
+from reproduction.artifacts import write_png
 from reproduction.bench.arms import ARMS
 from reproduction.bench.networks import NETWORKS
 

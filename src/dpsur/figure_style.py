@@ -1,10 +1,8 @@
-"""One look for all figures: one font, few colours, fit for print, and the same bytes every time."""
+"""One look for all figures: one font, few colours, fit for print."""
 
 import io
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -14,7 +12,6 @@ if TYPE_CHECKING:
 # Inches, as in a paper of two columns.
 COLUMN: Final = 3.35
 PAGE: Final = 7.0
-PNG_DPI: Final = 220
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito), and greys.
 BLUE: Final = "#0072B2"
@@ -28,9 +25,7 @@ PALE_ORANGE: Final = "#FBE6D9"
 PALE_GREEN: Final = "#DDF0EA"
 SHADE: Final = "#F2F2F2"
 
-# STIX comes with matplotlib and has the widths of Times, which stands in for it in a viewer.
-FONT: Final = "STIXGeneral"
-FONT_STACK: Final = "STIXGeneral,Times,serif"
+FONT: Final = "STIXGeneral"  # comes with matplotlib
 
 SETTINGS: Final[dict[str, Any]] = {
     "font.family": FONT,
@@ -101,34 +96,3 @@ def new_figure(width: float, height: float) -> "Figure":
 def label_panel(axes: "Axes", letter: str, text: str = "") -> None:
     """Name a panel above its left corner."""
     axes.set_title(f"({letter}) {text}".strip(), loc="left", pad=6)
-
-
-def save(draw: Callable[[], "Figure"], stem: Path) -> list[Path]:
-    """Draw and write `stem`.svg and `stem`.png, without dates or versions."""
-    svg, png = stem.with_name(stem.name + ".svg"), stem.with_name(stem.name + ".png")
-    with common():
-        figure = draw()
-        svg.write_text(_svg(figure), encoding="utf-8")
-        write_png(figure, png)
-    return [svg, png]
-
-
-def _svg(figure: "Figure") -> str:
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    # A hundredth of a point is finer than any printer, and half the size of the file. What stands
-    # between the tags is text for people, and stays as it is.
-    shortened = re.sub(
-        r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text.getvalue()
-    )
-    return re.sub(rf"'?{FONT}'?", FONT_STACK, shortened)
-
-
-def write_png(figure: "Figure", path: Path, dpi: int = PNG_DPI) -> None:
-    """Write a PNG of 256 colours, which is plenty for lines and letters."""
-    from PIL import Image
-
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=dpi)
-    with Image.open(picture) as full:
-        full.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)

@@ -6,7 +6,7 @@
   python -m tests.robustness --render             the page from the rows that are there
 
 The exit status is 1 where anything failed. Rows go to results/soak.jsonl, and the table of
-docs/reliability.md is rendered from them.
+docs/tables/reliability.md is rendered from them.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from tests.robustness.cases import FAMILIES, Site, build_site, run_case
 from tests.robustness.harness import FAILURES, Fault, import_everything, scratch_folder
 
 ROOT = Path(__file__).parent.parent.parent
-ROWS, PAGE = ROOT / "results" / "soak.jsonl", ROOT / "docs" / "reliability.md"
+ROWS, PAGE = ROOT / "results" / "soak.jsonl", ROOT / "docs" / "tables" / "reliability.md"
 BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"
 
 Item = TypeVar("Item")

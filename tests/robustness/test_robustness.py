@@ -1,4 +1,4 @@
-"""The short version of the soak: `make soak` runs the long one (docs/reliability.md).
+"""The short version of the soak: `make soak` runs the long one (docs/tables/reliability.md).
 
 It runs in a process of its own, which forks, and which no other test has run in before.
 """

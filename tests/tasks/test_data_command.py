@@ -117,7 +117,7 @@ def test_records_without_test_records_cannot_be_tested_on(capsys, tmp_path, monk
 
 
 def test_the_page_on_data_has_the_checksums_in_force():
-    page = (Path(__file__).parents[2] / "docs" / "public_data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     for data_set in DATA_SETS.values():
         for name, digest in data_set.digests.items():
             assert f"| `{data_set.name}` | {name} | `{digest}` |" in page

@@ -4,11 +4,17 @@ from collections.abc import Iterator, Sequence
 
 from reproduction.artifacts import Artifact, Picture
 from reproduction.base import Cell, Experiment, Options, Row
-from reproduction.experiments.schematics import clipping, evaluation, sequence, workflow
+from reproduction.experiments.schematics import (
+    clipping,
+    concepts,
+    evaluation,
+    sequence,
+    workflow,
+)
 
 
 class Schematics(Experiment):
-    """Four drawings and no rows."""
+    """Five drawings and no rows."""
 
     name = "schematics"
 
@@ -23,7 +29,8 @@ class Schematics(Experiment):
     def render(self, rows: Sequence[Row]) -> list[Artifact]:  # noqa: ARG002
         """The drawings."""
         return [
-            Picture("schematic-workflow", workflow.draw),
+            Picture("schematic-concepts", concepts.draw),
+            Picture("schematic-workflow", workflow.draw, png=True),
             Picture("schematic-evaluation", evaluation.draw),
             Picture("schematic-clipping", clipping.draw),
             Picture("schematic-sequence", sequence.draw),

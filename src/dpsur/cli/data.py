@@ -22,7 +22,7 @@ Download the public data sets, and show which are installed.
   dpsur data schema people.csv   a schema to fill in, from the names of the columns alone
 
 Files are looked for in --data-dir; without it in $DPSUR_DATA, then among the downloads in
-$DPSUR_CACHE (usually ~/.cache/dpsur), which also holds decoded copies. docs/public_data.md says how
+$DPSUR_CACHE (usually ~/.cache/dpsur), which also holds decoded copies. docs/data.md says how
 to place files by hand.
 """
 ALL = "all"

@@ -1,23 +1,82 @@
-"""The tables of the pages of the reproduction."""
+"""Tables inside the pages, written from the rows of `results/`.
 
-from collections.abc import Iterator
+    python -m reproduction.page_tables            print the lines that differ from the rows
+    python -m reproduction.page_tables --write    write the tables into the pages
+
+A table of docs/reproduction.md is found by its header, others by the comment above them. Sentences
+are nobody's business here: figures that can change stand in tables.
+"""
+
+import difflib
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from dpsur.presets import preset_named
-from reproduction.experiments.accuracy import paper_accuracy
-from reproduction.experiments.accuracy_pages import DATA_SETS, TOLERANCE
+from reproduction.bench import data_path, loops, network_grid
+from reproduction.bench.report import markdown as bench_table
+from reproduction.experiments.accuracy import paper_accuracy, summary
+from reproduction.experiments.accuracy_pages import DATA_SETS, TOLERANCE, short_table
 from reproduction.experiments.iterates import records as iterate_records
-from reproduction.page_figures.records import (
-    BUDGETS,
-    FOUND,
-    KINDS,
-    Row,
-    fmnist,
-    gaps,
-    plain_on,
-    rate_curves,
-    rows_of,
-    shown,
-)
+from reproduction.experiments.robustness import RATES
+from reproduction.series import Point, series
+
+Row = Mapping[str, Any]
+ROOT = Path(__file__).parent.parent
+BUDGETS = (1, 2, 3, 4)
+KINDS = {
+    "every trial charged": ("every-trial", "constant"),
+    "Algorithm 1, proven": ("proven", "constant"),
+    "DP-SGD": ("dpsgd-hf", "constant"),
+    "DP-SGD, rate decaying": ("dpsgd-hf", "linear"),
+}
+PAGES = tuple(ROOT / "docs" / name for name in ("reproduction.md", "benchmarks.md"))
+_BLOCK = re.compile(r"<!-- (\S.*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """The rows of an experiment."""
+    path = ROOT / "results" / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+FOUND = {(r["task"], r["arm"], r["epsilon"]): r for r in summary(rows_of("accuracy"))}
+
+
+def written(page: Path) -> str:
+    """A page with the tables of the rows."""
+    text = page.read_text(encoding="utf-8")
+    marked = marked_tables()
+    text = _BLOCK.sub(lambda found: f"<!-- {found[1]} -->\n{marked[found[1]]}\n<!-- end -->", text)
+    for header, lines in tables() if page.name == "reproduction.md" else ():
+        before, found_header, after = text.partition(f"{header}\n")
+        assert found_header, f"no table is headed {header}"
+        rule, rest = after.split("\n", 1)
+        while rest.startswith("|"):
+            rest = rest.split("\n", 1)[1]
+        text = before + found_header + "\n".join([rule, *lines]) + "\n" + rest
+    return text
+
+
+def marked_tables() -> dict[str, str]:
+    """Tables by the comment that stands above each."""
+    networks = ("bench_networks_gpu", "bench_networks_cpu", "bench_families_gpu")
+    return {
+        **{_comment(name): bench_table(rows_of(name)) for name in ("bench_gpu", "bench_cpu")},
+        **{_comment(name): network_grid.markdown(rows_of(name)) for name in networks},
+        _comment("bench_loops_gpu"): loops.markdown(rows_of("bench_loops_gpu")),
+        "data path": data_path.markdown(rows_of("bench_networks_gpu")),
+        "accuracy in short": short_table(list(FOUND.values()), paper_accuracy()).markdown(),
+    }
+
+
+def _comment(name: str) -> str:
+    return f"results/{name}.jsonl"
 
 
 def tables() -> Iterator[tuple[str, list[str]]]:
@@ -27,7 +86,7 @@ def tables() -> Iterator[tuple[str, list[str]]]:
         list(_controls()),
     )
     ahead = gaps("proven", "dpsgd-hf")
-    assert min(ahead) > 0  # "DP-SGD is ahead by"
+    assert min(ahead) > 0
     yield (
         "| epsilon | Algorithm 1 | updates | DP-SGD | updates | DP-SGD is ahead by |",
         [
@@ -145,3 +204,56 @@ def _tempered_on_photographs() -> Iterator[str]:
         ("Tramèr and Boneh's settings, their number of updates", "dpsgd-ts-authors"),
     ):
         yield _line(said, *shown(".2f", (FOUND["cifar10", arm, e]["mean"] for e in BUDGETS)))
+
+
+def fmnist(arm: str) -> list[dict[str, Any]]:
+    """An arm on Fashion-MNIST at every budget."""
+    return [FOUND["fmnist", arm, epsilon] for epsilon in BUDGETS]
+
+
+def shown(form: str, values: Iterable[float]) -> tuple[str, ...]:
+    """Figures as they are written."""
+    return tuple(format(value, form) for value in values)
+
+
+def gaps(one: str, other: str) -> list[float]:
+    """How far one arm is ahead of another on Fashion-MNIST."""
+    return [b["mean"] - a["mean"] for a, b in zip(fmnist(one), fmnist(other), strict=True)]
+
+
+def plain_on(task: str) -> list[dict[str, Any]]:
+    """Plain DP-SGD on the features of DPSUR, at a proven epsilon."""
+    return [FOUND[task, "dpsgd" if task == "imdb" else "dpsgd-hf", e] for e in BUDGETS]
+
+
+@cache
+def rate_curves() -> dict[tuple[int, tuple[str, str]], list[Point]]:
+    """Accuracy against the learning rate, by epsilon and by arm and schedule."""
+    curves = {}
+    for epsilon, kind in itertools.product((1, 3), KINDS.values()):
+        chosen = [r for r in rows_of("robustness") if _kind(r) == kind]
+        chosen = [r for r in chosen if r["config"]["epsilon"] == epsilon]
+        pairs = ((r["config"]["options"]["learning_rate"], r["accuracy"]) for r in chosen)
+        curves[epsilon, kind] = series(pairs)
+        assert len(curves[epsilon, kind]) == len(RATES) == 7  # "best of seven rates"
+    return curves
+
+
+def _kind(row: Row) -> tuple[str, str]:
+    return row["config"]["arm"], row["config"]["options"]["schedule"]
+
+
+def main() -> int:
+    """Print the lines that differ from the rows, and write them if asked to."""
+    for page in PAGES:
+        before, text = page.read_text(encoding="utf-8"), written(page)
+        for line in difflib.unified_diff(before.splitlines(), text.splitlines(), n=0, lineterm=""):
+            if line[:1] in "+-" and line[:3] not in ("+++", "---"):
+                print(line)
+        if "--write" in sys.argv[1:]:
+            page.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

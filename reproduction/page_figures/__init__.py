@@ -1,1 +1,0 @@
-"""Figures in the text of the reproduction's pages, written from the rows."""
