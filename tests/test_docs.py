@@ -101,9 +101,9 @@ def test_what_is_not_there_is_noticed():
     )
     assert dead_links(page, ROOT) == ["#none", "nowhere.md"]
     assert wrong_pairs(page) == []
-    assert wrong_pairs("`State`, `keep` (`mechanism/trial.py`)") == [
-        "State in mechanism/trial.py",
-        "keep in mechanism/trial.py",
+    assert wrong_pairs("`State`, `keep` (`mechanism/gaussian.py`)") == [
+        "State in mechanism/gaussian.py",
+        "keep in mechanism/gaussian.py",
     ]
     assert wrong_pairs("`keep` (`core/lop.py`)") == ["keep in core/lop.py"]
     assert missing_files("`core/lop.py` and `mechanism/trial.py`") == ["core/lop.py"]
