@@ -1,10 +1,12 @@
 """Settings of the whole process: precision, global seeds, deterministic kernels."""
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,16 +58,24 @@ def tf32_is_forbidden() -> bool:
 
 @contextmanager
 def seeded_globally(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators of the host and of a device, and put them back afterwards.
+    """Seed the global generators, and put them back afterwards.
 
-    `torch.manual_seed` would seed those of all other devices too, and leave them so.
+    Those of torch on the host and on a device, NumPy's and Python's, which models draw from too.
+    `torch.manual_seed` would seed those of all other devices as well, and leave them so.
     """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
+    own = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(own[0])
+        np.random.set_state(own[1])
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from dpsur.errors import CouplingError, DpsurError, InvalidInputError, UnsupportedModelError
 from dpsur.functional.problem import forbid_side_effects, use_weights, without_flattening
-from dpsur.functional.process_settings import widen
+from dpsur.functional.process_settings import seeded_globally, widen
 from dpsur.functional.tree import Params, map_tensors, tensors_of
 from dpsur.per_example.contributions import Rows
 from dpsur.per_example.input_cache import KnownInputs
@@ -176,7 +177,7 @@ class RecordFunction:
         errors: list[Exception] = []
         for way in list(Way) if known is None else [known]:
             if way is Way.ALONE and known is None:
-                self.why_alone = self._reason(errors[0])
+                self.why_alone = self._reason(errors[-1])
                 _warn_once(self.models, self.why_alone)
             given, bad = batch, None
             for _ in range(2):
@@ -301,18 +302,18 @@ class RecordFunction:
         def weight(_: str, value: Tensor) -> Tensor:
             return own.get(names.get(id(value), ""), value.detach())
 
-        state = _generators(batch)
+        draws = _own_draws(batch, records)
         for record in range(records):
             if copies is not None:
                 own = {name: value[record] for name, value in copies.items()}
-            with self._calling(weight, params):
+            with self._calling(weight, params), draws[record]():
                 found = function(slice_records(batch, record))
             outputs.append(map_tensors(_keep, found, otherwise=_none))
         with torch.no_grad(), self._calling(weight, params):
             if copies is not None:
                 own = {name: value[0] for name, value in copies.items()}
-            _draw_again(state)
-            again = tensors_of(function(slice_records(batch, 0)))
+            with draws[0]():
+                again = tensors_of(function(slice_records(batch, 0)))
         for first, second in zip(tensors_of(outputs[0]), again, strict=True):
             if first.is_floating_point():
                 check_again(first.detach().double().norm(), second.double().norm())
@@ -343,12 +344,13 @@ class RecordFunction:
         values = list(leaves.values())
         errors: list[Exception] = []
         with self._calling(weight, params):
-            state = _generators(batch)
+            draws = _own_draws(batch, records)
             for record in range(records):
                 gradients: Sequence[Tensor] = [torch.zeros_like(value) for value in values]
                 loss = values[0].new_full((), torch.nan)
                 try:
-                    loss = one(record)
+                    with draws[record]():
+                        loss = one(record)
                     if loss.requires_grad:
                         gradients = torch.autograd.grad(
                             loss, values, allow_unused=True, materialize_grads=True
@@ -362,8 +364,8 @@ class RecordFunction:
                 losses.append(loss.detach())
                 rows.append(gradients)
             if not losses[0].isnan():
-                _draw_again(state)
-                check_again(losses[0], one(0).detach())
+                with draws[0]():
+                    check_again(losses[0], one(0).detach())
                 figures.pop()
         tape = LevelTape({name: value.detach() for name, value in leaves.items()}, records)
         for name, column in zip(leaves, zip(*rows, strict=True), strict=True):
@@ -498,19 +500,8 @@ def _warn_once(models: Sequence[nn.Module], why: str) -> None:
     _warned.update(models)
 
 
-def _generators(batch: Any) -> list[tuple[torch.device, Tensor]]:
-    """The states of the generators that layers draw from, on the host and where the records are."""
+def _own_draws(batch: Any, records: int) -> list[Callable[[], AbstractContextManager[None]]]:
+    """Random numbers for each record, which none that came before can have changed."""
     device = tensors_of(batch)[0].device
-    found = [(torch.device("cpu"), torch.get_rng_state())]
-    if device.type == "cuda":
-        found.append((device, torch.cuda.get_rng_state(device)))
-    return found
-
-
-def _draw_again(states: list[tuple[torch.device, Tensor]]) -> None:
-    """Let layers draw what they have drawn since."""
-    for device, state in states:
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(state, device)
-        else:
-            torch.set_rng_state(state)
+    seeds = torch.randint(2**62, (records,), device="cpu").tolist()
+    return [partial(seeded_globally, seed, device) for seed in seeds]

@@ -846,7 +846,21 @@ def _roll(_: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     return func(*args, **kwargs) if given.dim() else given.clone()
 
 
+def _number(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """One random number without a dimension is one for the batch, which code may decide by.
+
+    Models that leave out layers at random do. It comes before all records, and depends on none.
+    """
+    sizes = args if args else (kwargs.get("size"),)
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) and not sizes[0]:
+        with level._popped():
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.rand: _number,
+    torch.randn: _number,
     torch.roll: _roll,
     Tensor.roll: _roll,
     Tensor.__repr__: _repr,
