@@ -27,8 +27,7 @@ from dpsur.options import option
 from dpsur.privacy.accountants.rdp import PAPER_ORDERS, epsilon_from_rdp, sampled_gaussian_rdp
 from dpsur.privacy.accounting import only_figure
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import Event, LossTest, SampledGaussian, Step, Trial
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import Event, Ledger, LossTest, SampledGaussian, Step, Trial
 from dpsur.privacy.plan import MOST_TRIALS, TRIALS, Filter, Phase, Plan
 
 # Candidate step lengths, and the factor of the noise after an iteration with a retry.

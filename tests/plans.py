@@ -4,8 +4,7 @@ from typing import Any
 
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import Trial
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import Ledger, Trial
 from dpsur.privacy.plan import ACCEPTED, MOST_TRIALS, TRIALS, Filter, Phase, Plan
 
 

@@ -35,7 +35,7 @@ PARTS = {
     "calibration": ("dpsur.runs.build_session", "_settle"),
     "features": ("dpsur.runs.build_session", "compute_inputs"),
     "placing": ("dpsur.runs.build_session", "place"),
-    "engine choice": ("dpsur.per_example.engine_choice", "_make"),
+    "engine choice": ("dpsur.per_example.clipping", "_make"),
     "nvrtc": ("dpsur.per_example.kernels.nvrtc", "compile_kernel"),
     "triton import": ("dpsur.per_example.kernels.fused", "_source"),
     "capture": ("dpsur.mechanism.cuda_graph_loop", "capture_graph"),

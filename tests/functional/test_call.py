@@ -11,7 +11,7 @@ from torch.func import functional_call
 from dpsur.functional.problem import Problem, every_module, use_weights
 from dpsur.functional.records import Examples
 from dpsur.per_example import GradientBudget, check_model, clipped_sum
-from dpsur.per_example.engine_choice import strategy_for
+from dpsur.per_example.clipping import strategy_for
 from dpsur.per_example.record_function import Way
 
 

@@ -22,7 +22,7 @@ from dpsur.methods import Dpis
 from dpsur.methods.dpis import ImportanceGradient, price_of_an_update
 from dpsur.per_example import GradientBudget, clipped_norms, clipped_sum
 from dpsur.per_example import contributions as factors
-from dpsur.per_example.engine_choice import strategy_for
+from dpsur.per_example.clipping import strategy_for
 from dpsur.per_example.record_function import Way
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.budget import Budget

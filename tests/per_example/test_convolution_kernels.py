@@ -12,7 +12,7 @@ from torch.utils import cpp_extension
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.per_example import clipped_sum
-from dpsur.per_example.engine_choice import Engine, strategy_for
+from dpsur.per_example.clipping import Engine, strategy_for
 from dpsur.per_example.kernels import convolution as kernels
 from dpsur.per_example.kernels.cuda_per_example import fused_gradients
 from dpsur.per_example.kernels.cuda_weight_grad import blocks_for, summed_gradient

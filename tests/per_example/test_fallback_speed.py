@@ -10,7 +10,7 @@ from torch import nn
 import dpsur
 from dpsur.functional.problem import Objective
 from dpsur.per_example import GradientBudget
-from dpsur.per_example.engine_choice import strategy_for
+from dpsur.per_example.clipping import strategy_for
 
 pytest.importorskip("opacus", reason="needs the extra dev: opacus")
 from opacus.grad_sample import GradSampleModule

@@ -16,9 +16,10 @@ from torch.func import functional_call, grad
 
 from dpsur.functional.problem import Objective
 from dpsur.functional.records import Examples
-from dpsur.per_example import clipped_sum, norms
+from dpsur.per_example import clipped_sum
+from dpsur.per_example import contributions as norms
+from dpsur.per_example.contributions import InnerNorms
 from dpsur.per_example.kernels import fused
-from dpsur.per_example.norms import InnerNorms
 from dpsur.per_example.rules import recurrent
 from dpsur.per_example.rules.patches import Window, instantiate
 

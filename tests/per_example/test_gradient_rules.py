@@ -13,9 +13,8 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import LAYERS, Streams
 from dpsur.per_example import GradientBudget, clipped_sum, contributions
-from dpsur.per_example.contributions import clip_factors
-from dpsur.per_example.engine_choice import Engine, strategy_for
-from dpsur.per_example.norms import guard
+from dpsur.per_example.clipping import Engine, strategy_for
+from dpsur.per_example.contributions import clip_factors, guard
 from dpsur.per_example.rules.embedding import Lookups, add_up_repeats
 from dpsur.per_example.tape import Tape
 
@@ -854,7 +853,8 @@ def contribution(problem, bound):
 def test_without_the_guard_some_such_record_passes(kind, monkeypatch):
     """The control: plain sums of inner products let a record through."""
 
-    monkeypatch.setattr("dpsur.per_example.norms.guard", lambda squares, _: squares.clamp(min=0))
+    never_too_small = "dpsur.per_example.contributions.guard"
+    monkeypatch.setattr(never_too_small, lambda squares, _: squares.clamp(min=0))
     worst = 0.0
     for seed in range(20):
         torch.manual_seed(seed)
@@ -1173,13 +1173,13 @@ def nothing_is_lost(count, dtype):
 @pytest.mark.parametrize("name", VANISHING)
 def test_norms_that_underflow_let_such_a_record_pass(name, monkeypatch):
     """The control: nothing is added for what vanished."""
-    monkeypatch.setattr("dpsur.per_example.norms.lost_to_underflow", nothing_is_lost)
+    monkeypatch.setattr("dpsur.per_example.contributions.lost_to_underflow", nothing_is_lost)
     assert contribution(VANISHING[name](), 1e-6) > 1e-5
 
 
 @pytest.mark.parametrize("name", ["linear-no-bias", "linear-wide-sequence", "conv2d-wide"])
 def test_records_of_all_sizes_find_norms_that_underflow(name, monkeypatch):
-    monkeypatch.setattr("dpsur.per_example.norms.lost_to_underflow", nothing_is_lost)
+    monkeypatch.setattr("dpsur.per_example.contributions.lost_to_underflow", nothing_is_lost)
     assert worst_contribution(name, draws=40) > 1 + 1e-3
 
 
@@ -1227,7 +1227,7 @@ def test_an_overflow_that_meets_a_masked_position_does_not_hide_an_error(guarded
     """Positions nearly cancel, and the bound on the error is zero times infinity."""
     if not guarded:  # the control: an error that is no number compares as small
         monkeypatch.setattr(
-            "dpsur.per_example.norms.guard",
+            "dpsur.per_example.contributions.guard",
             lambda squares, errors: torch.where(errors > 4e-3 * squares, squares + errors, squares),
         )
     count, most = 16, 0.45 * 3.4e38  # below the largest number, and twice it is above

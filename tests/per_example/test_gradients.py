@@ -12,7 +12,7 @@ from dpsur.functional.records import Examples
 from dpsur.networks import pixel_cnn
 from dpsur.per_example import GradientBudget, check_model, clipped_sum, clipping
 from dpsur.per_example.api import per_example_gradients
-from dpsur.per_example.engine_choice import Engine, strategy_for
+from dpsur.per_example.clipping import Engine, strategy_for
 from dpsur.per_example.record_function import Way
 from tests.conftest import blobs, small_model
 

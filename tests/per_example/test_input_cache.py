@@ -13,7 +13,7 @@ from dpsur.functional.records import Examples
 from dpsur.mechanism.gaussian import padded_batch
 from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.per_example import GradientBudget, clipped_sum
-from dpsur.per_example import input_cache as stored
+from dpsur.per_example import tape as stored
 from tests.per_example.test_gradient_rules import clipped, gradients
 
 SIZE, BOUND = 40, 0.05

@@ -11,8 +11,8 @@ from torch import nn
 from dpsur.functional.problem import Objective
 from dpsur.per_example import GradientBudget
 from dpsur.per_example.api import per_example_gradients
+from dpsur.per_example.clipping import strategy_for
 from dpsur.per_example.contributions import clip_factors
-from dpsur.per_example.engine_choice import strategy_for
 from dpsur.per_example.record_function import RecordFunction, Way
 from dpsur.per_example.tape import Tape
 

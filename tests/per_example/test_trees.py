@@ -14,7 +14,7 @@ from dpsur.functional.problem import Objective, Problem, call_on
 from dpsur.functional.records import Examples, HostExamples, place
 from dpsur.functional.tree import map_tensors, split_rows, tensors_of, with_tensors
 from dpsur.per_example import GradientBudget, check_model, clipped_norms, clipped_sum
-from dpsur.per_example.engine_choice import Engine, strategy_for
+from dpsur.per_example.clipping import Engine, strategy_for
 from dpsur.per_example.record_function import Way
 
 ROWS, WIDTH, WORDS = 6, 5, 11

@@ -19,8 +19,15 @@ from dpsur.privacy.accounting import (
     figures,
 )
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NonPrivate, SampledGaussian, Trial
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import (
+    CoinTest,
+    Gaussian,
+    Ledger,
+    LossTest,
+    NonPrivate,
+    SampledGaussian,
+    Trial,
+)
 from dpsur.privacy.planning import Request, make_plan
 from reproduction.presets.settings import paper_settings
 from tests.plans import spent

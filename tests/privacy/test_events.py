@@ -7,6 +7,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.privacy.events import (
     CoinTest,
     Gaussian,
+    Ledger,
     LossTest,
     NonPrivate,
     SampledGaussian,
@@ -14,7 +15,6 @@ from dpsur.privacy.events import (
     event_from_json,
     event_to_json,
 )
-from dpsur.privacy.ledger import Ledger
 
 rates = st.floats(1e-6, 1.0)
 noises = st.floats(0.01, 100.0)

@@ -10,8 +10,15 @@ from dpsur.privacy.accountants.proven import event_divergence
 from dpsur.privacy.accountants.rdp import RenyiFilter, epsilon_at
 from dpsur.privacy.accounting import CAP_SHARE
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NoisyChoice, SampledGaussian, Trial
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import (
+    CoinTest,
+    Gaussian,
+    Ledger,
+    LossTest,
+    NoisyChoice,
+    SampledGaussian,
+    Trial,
+)
 from dpsur.privacy.plan import ALLOWANCE_PARTS, MOST_TRIALS, TAIL_SHARE, Plan
 from dpsur.privacy.planning import filtered_plan, repeated_plan
 from dpsur.privacy.rejections import trial_cap

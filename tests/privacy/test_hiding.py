@@ -9,8 +9,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.privacy import plan as plan_module
 from dpsur.privacy.accounting import CAP_SHARE, accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import CoinTest, Ledger, LossTest, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import repeated_plan
 from dpsur.privacy.rejections import (

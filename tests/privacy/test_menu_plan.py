@@ -10,8 +10,7 @@ from dpsur.privacy.account import replays
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.accountants.rdp import sampled_gaussian_rdp
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import Gaussian, LossTest, Menu, SampledGaussian, Trial
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import Gaussian, Ledger, LossTest, Menu, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import as_costly, best_order, fitted_menu_plan, menu_around, menu_plan
 

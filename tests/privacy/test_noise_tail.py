@@ -20,8 +20,7 @@ from dpsur.privacy.accountants.losses import hockey_stick
 from dpsur.privacy.accountants.noise_tail import LARGEST_RADIUS, MOST_WEIGHTS, out_of_reach
 from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import CoinTest, Gaussian, LossTest, Menu, SampledGaussian, Trial
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import CoinTest, Gaussian, Ledger, LossTest, Menu, SampledGaussian, Trial
 from dpsur.privacy.planning import Request, filtered_plan, fitted_menu_plan, make_plan
 from tests.plans import plan_behind_filter
 

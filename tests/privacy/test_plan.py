@@ -7,8 +7,7 @@ from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibrate import design_gate
-from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import CoinTest, Ledger, LossTest, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import Request, make_plan, repeated_plan
 from dpsur.privacy.rejections import trial_cap

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import CoinTest, Gaussian, Menu, SampledGaussian, Trial
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import CoinTest, Gaussian, Ledger, Menu, SampledGaussian, Trial
 from dpsur.privacy.planning import block_plan, menu_plan, repeated_plan
 from dpsur.privacy.statement import plan_from_statement, stated_mechanism
 from tests.plans import plan_behind_filter

@@ -19,8 +19,7 @@ from dpsur.mechanism.trial import make_trial, run_loop, start, train
 from dpsur.methods import METHODS, Dpsur
 from dpsur.privacy.accountants.rdp import composed_epsilon
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import Gaussian, Ledger, LossTest, SampledGaussian, Trial
 from dpsur.privacy.planning import repeated_plan
 from reproduction.arms import ARMS, HF_PUBLISHED, METHOD_ARMS
 from reproduction.released_code import (

@@ -20,7 +20,7 @@ from dpsur.functional.process_settings import precision
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import map_tensors
 from dpsur.per_example import GradientBudget, clipped_sum
-from dpsur.per_example.engine_choice import strategy_for
+from dpsur.per_example.clipping import strategy_for
 from reproduction.bench.families import FAMILIES
 from reproduction.bench.networks import COMMON, Gpt, gpt_lora, network_named
 

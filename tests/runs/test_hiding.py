@@ -16,8 +16,7 @@ from dpsur.mechanism.state import Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import Progress, train
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import CoinTest, Ledger, LossTest, SampledGaussian, Trial
 from dpsur.privacy.planning import repeated_plan
 from dpsur.runs.observers import RandomDelays
 from dpsur.runs.session import Session

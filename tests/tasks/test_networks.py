@@ -13,7 +13,7 @@ from dpsur.functional.records import Examples
 from dpsur.networks import NETWORKS, build_network
 from dpsur.networks.activations import TemperedSigmoid, build_activation
 from dpsur.per_example import GradientBudget, check_model
-from dpsur.per_example.engine_choice import Engine, strategy_for
+from dpsur.per_example.clipping import Engine, strategy_for
 
 TEMPERED = {"name": "tempered-sigmoid", "scale": 1.5, "temperature": 3.0, "offset": 0.5}
 # name -> parameters, shape of an input, classes

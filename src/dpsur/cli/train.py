@@ -21,8 +21,7 @@ from dpsur.config import RunConfig, data_facts
 from dpsur.distributed import Ranks
 from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, describe_os_error
 from dpsur.presets import AUTO, explain_auto
-from dpsur.privacy.events import LossTest
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import Ledger, LossTest
 from dpsur.privacy.rejections import NOT_HIDDEN
 from dpsur.privacy.statement import format_epsilon, metric_text
 from dpsur.runs.checkpoint import load_statistics

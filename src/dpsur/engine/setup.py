@@ -17,7 +17,7 @@ from dpsur.engine.loader import check_loader
 from dpsur.engine.optimizer import check_optimizer
 from dpsur.errors import InvalidInputError, UnsupportedModelError
 from dpsur.functional.persons import DEFAULT_RECORDS, Groups, PersonRecords, number_persons
-from dpsur.per_example.model_check import layer_fault
+from dpsur.per_example.rules import layer_fault
 from dpsur.privacy.account import ACCOUNTING
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
 from dpsur.privacy.budget import Budget

@@ -227,7 +227,7 @@ class Problem(Objective):
     """What is to be learned: an objective and the private records."""
 
     train: Examples
-    # What is computed once about the records, for this problem alone: `per_example/input_cache.py`.
+    # What is computed once about the records, for this problem alone: `per_example/tape.py`.
     tables: dict[Hashable, Tensor | int | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

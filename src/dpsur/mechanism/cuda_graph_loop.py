@@ -33,7 +33,7 @@ from dpsur.mechanism.trial import (
     trial,
     updates_in_place,
 )
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import Ledger
 from dpsur.privacy.plan import Plan
 
 # Parameters times records of a batch from which on it pays to look at the sizes of batches first:

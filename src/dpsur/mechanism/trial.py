@@ -54,8 +54,7 @@ from dpsur.mechanism.state import Candidate, Gate, Procedure, Proposer, State, V
 from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws, Stream, Streams
 from dpsur.per_example.evaluation import record_losses
 from dpsur.privacy.account import Account
-from dpsur.privacy.events import CoinTest, Event, Step, Test, Trial
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import CoinTest, Event, Ledger, Step, Test, Trial
 from dpsur.privacy.plan import Plan
 
 

@@ -6,8 +6,7 @@ from typing import Any
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.account import ACCOUNTING, Account
 from dpsur.privacy.calibrate import calibrate
-from dpsur.privacy.events import NonPrivate, SampledGaussian, Trial
-from dpsur.privacy.ledger import Entry
+from dpsur.privacy.events import Entry, NonPrivate, SampledGaussian, Trial
 
 History = list[tuple[float, float, int]]
 

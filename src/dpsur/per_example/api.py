@@ -13,8 +13,7 @@ from dpsur.functional.problem import LossFunction, Objective, weight_by_record
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params, TensorTree, signature
 from dpsur.per_example import clipping
-from dpsur.per_example.clipping import ClippedSum
-from dpsur.per_example.engine_choice import BatchSlice, make_tape, strategy_for
+from dpsur.per_example.clipping import BatchSlice, ClippedSum, make_tape, strategy_for
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.model_check import check_model
 

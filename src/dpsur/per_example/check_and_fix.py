@@ -18,10 +18,11 @@ from dpsur.errors import InvalidInputError, UnsupportedModelError
 from dpsur.functional.model_loss import split_labels
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, map_tensors, row_count, tensors_of
-from dpsur.per_example.engine_choice import Engine
-from dpsur.per_example.model_check import TABLES, LayerFault, check_model, layer_fault
+from dpsur.per_example.clipping import Engine
+from dpsur.per_example.model_check import check_model
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.report import SMALL, explain
+from dpsur.per_example.rules import TABLES, LayerFault, layer_fault
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 # Groups of a GroupNorm in the place of a BatchNorm: at most so many, of two channels or more, since

@@ -5,20 +5,15 @@ That records are independent needs no check here: the record level keeps them ap
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpsur.errors import ModelInputError, UnsupportedModelError, from_custom_code
 from dpsur.functional.problem import call, forbid_side_effects, mode, output_rows, same_bits
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, describe_rows, map_tensors, tensors_of
-
-# Layers that shorten the rows of their table in place, if they are given a max_norm.
-TABLES = (nn.Embedding, nn.EmbeddingBag)
+from dpsur.per_example.rules import layer_fault
 
 
 def check_model(model: nn.Module, examples: Examples, *, tested: bool = True) -> TensorTree:
@@ -106,45 +101,6 @@ def _check_parameters(model: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"parameter {name} holds values that are not finite; initialise the model again"
             )
-
-
-class LayerFault(NamedTuple):
-    """Why a layer is refused, what to do, and whether `dpsur.fix` does it."""
-
-    reason: str
-    remedy: str
-    fixable: bool = True
-
-    def describe(self, name: str, module: nn.Module) -> str:
-        """The same as a sentence about a module."""
-        hint = " (dpsur.fix does this)" if self.fixable else ""
-        kind = type(module).__name__
-        return f"module {name or '(root)'} ({kind}) {self.reason}; {self.remedy}{hint}"
-
-
-def layer_fault(module: nn.Module) -> LayerFault | None:
-    """Why no record's gradient is defined where a layer is trained with, or None."""
-    if isinstance(module, _BatchNorm):
-        return LayerFault(
-            "mixes the examples of a batch, so one record's gradient is not defined",
-            "replace it with nn.GroupNorm, or keep its statistics, as those of public pretraining: "
-            'dpsur.fix(model, batch_norm="frozen")',
-            not isinstance(module, nn.modules.lazy.LazyModuleMixin),
-        )
-    if getattr(module, "track_running_stats", False):
-        return LayerFault(
-            "keeps statistics of private records in its buffers",
-            "set track_running_stats=False",
-            isinstance(module, _InstanceNorm),
-        )
-    if isinstance(module, TABLES) and module.sparse:
-        return LayerFault("has sparse gradients", "set sparse=False")
-    if isinstance(module, TABLES) and module.max_norm is not None:
-        return LayerFault(
-            "shortens the rows of its table that private records name, without noise",
-            "set max_norm=None, or shorten what it returns (F.normalize of the output)",
-        )
-    return None
 
 
 @contextmanager

@@ -26,9 +26,8 @@ from dpsur.functional.problem import forbid_side_effects, use_weights, without_f
 from dpsur.functional.process_settings import seeded_globally, widen
 from dpsur.functional.tree import Params, map_tensors, tensors_of
 from dpsur.per_example.contributions import Rows
-from dpsur.per_example.input_cache import KnownInputs
 from dpsur.per_example.record_level import LevelTape, RecordLevel, only_trusted_rules
-from dpsur.per_example.tape import NotSupportedError, Slot, Tape
+from dpsur.per_example.tape import KnownInputs, NotSupportedError, Slot, Tape
 
 Found = TypeVar("Found")
 # What no record's values are to blame for.

@@ -50,9 +50,8 @@ from dpsur.errors import CouplingError, UnsupportedModelError
 from dpsur.functional.problem import use_weights, without_flattening
 from dpsur.functional.tree import Params, map_tensors, tensors_of, with_tensors
 from dpsur.per_example.contributions import split_dimension
-from dpsur.per_example.model_check import layer_fault
 from dpsur.per_example.operations import OPERATION_RULES, Call, derive
-from dpsur.per_example.rules import FASTER, RULES, kind_of
+from dpsur.per_example.rules import FASTER, RULES, kind_of, layer_fault
 from dpsur.per_example.tape import Layout, NotSupportedError, Tape
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dpsur.functional.problem import Objective, Problem, every_module
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.tree import Params, TensorTree
-from dpsur.per_example.engine_choice import (
+from dpsur.per_example.clipping import (
     BatchSlice,
     Engine,
     GradientStrategy,

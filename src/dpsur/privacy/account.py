@@ -14,8 +14,16 @@ from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accounting import RESTORE, accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import Event, Gaussian, NonPrivate, SampledGaussian, Step, Trial
-from dpsur.privacy.ledger import Entry, Ledger
+from dpsur.privacy.events import (
+    Entry,
+    Event,
+    Gaussian,
+    Ledger,
+    NonPrivate,
+    SampledGaussian,
+    Step,
+    Trial,
+)
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import Request, filtered_plan, make_plan, repeated_plan
 
@@ -272,7 +280,7 @@ class Account:
         return step if step in self.due else _as_step(step)
 
     def _check(self, step: Step) -> None:
-        if isinstance(step, Trial) and not self.charges_accepted:
+        if isinstance(step, Trial) and step.test is not None and not self.charges_accepted:
             accounting_named(ACCOUNTING).check(step, RESTORE)
         if self._plan is None or self.dummy_trials_left:
             return

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final, Literal
 
 from dpsur import checks
@@ -33,6 +34,7 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import (
     Event,
     Gaussian,
+    Ledger,
     Menu,
     NoisyChoice,
     SampledGaussian,
@@ -42,7 +44,6 @@ from dpsur.privacy.events import (
     event_from_json,
     event_to_json,
 )
-from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.rejections import (
     DELAY,
     NOT_HIDDEN,
@@ -219,7 +220,7 @@ class Plan:
                 code="budget-too-small",
             )
 
-    @property
+    @cached_property
     def _accounting(self) -> Accounting:
         return accounting_named(self.accounting)
 

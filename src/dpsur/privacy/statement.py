@@ -17,8 +17,7 @@ from typing import Any, Final
 from dpsur.display import html_table
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.events import Gaussian, NoisyChoice, event_from_json, event_to_json
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import Gaussian, Ledger, NoisyChoice, event_from_json, event_to_json
 from dpsur.privacy.plan import ACCEPTED, TRIALS, Plan
 from dpsur.privacy.rejections import NOT_HIDDEN, WAYS_TO_HIDE
 from dpsur.privacy.texts import TEXTS, Words, latest

@@ -26,7 +26,7 @@ from dpsur.errors import CheckpointError, FileError, describe_os_error
 from dpsur.functional.tree import flatten, unflatten
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import Progress
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import Ledger
 from dpsur.runs.files import CHECKPOINT, sha256, write_atomically
 
 FORMAT = "dpsur-checkpoint/2"  # /1 held positions of generators in place of the key

@@ -14,7 +14,7 @@ from dpsur import checks
 from dpsur.display import html_table
 from dpsur.methods import Method
 from dpsur.per_example import EngineReport
-from dpsur.privacy.ledger import Ledger
+from dpsur.privacy.events import Ledger
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import format_epsilon, guarantee_rows
 from dpsur.runs.evaluation import shown_scores

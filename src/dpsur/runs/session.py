@@ -24,7 +24,7 @@ from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import EagerLoop, Loop, Progress, check_completed, start
 from dpsur.methods import Method, Nonprivate
 from dpsur.per_example import EngineReport, engine_report, log_engine
-from dpsur.per_example.engine_choice import Engine
+from dpsur.per_example.clipping import Engine
 from dpsur.privacy.events import NonPrivate, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import BY_CONSTRUCTION, WAS_CHECKED

@@ -29,6 +29,7 @@ from dpsur.privacy.calibration_cache import ignore_cache
 from dpsur.privacy.events import (
     CoinTest,
     Gaussian,
+    Ledger,
     LossTest,
     SampledGaussian,
     Trial,
@@ -37,7 +38,6 @@ from dpsur.privacy.events import (
     feature_mean,
     feature_statistics,
 )
-from dpsur.privacy.ledger import Ledger
 from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.rejections import CONSTANT, DELAY, NOT_HIDDEN, least_cap

@@ -1,4 +1,4 @@
-"""What is known about single kinds of layers, so that one backward pass suffices for them.
+"""What is known about kinds of layers: so that one backward pass suffices, or why they are refused.
 
 A rule is a function `rule(module, tape, *args, **kwargs)` that stands in for `module.forward`. It
 returns what the layer returns and has the tape watch an output, with a record that turns the
@@ -12,9 +12,11 @@ rule works as well: it is followed through the operations that use its weights.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import is_parametrized
 
 from dpsur.per_example.rules.attention import attention
@@ -86,3 +88,46 @@ def why_no_rule(module: nn.Module) -> str | None:
     if known is not None:
         return f"no rule: a subclass of nn.{known.__name__} with another forward method"
     return f"no rule for {type(module).__name__}"
+
+
+# Layers that shorten the rows of their table in place, if they are given a max_norm.
+TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+
+class LayerFault(NamedTuple):
+    """Why a layer is refused, what to do, and whether `dpsur.fix` does it."""
+
+    reason: str
+    remedy: str
+    fixable: bool = True
+
+    def describe(self, name: str, module: nn.Module) -> str:
+        """The same as a sentence about a module."""
+        hint = " (dpsur.fix does this)" if self.fixable else ""
+        kind = type(module).__name__
+        return f"module {name or '(root)'} ({kind}) {self.reason}; {self.remedy}{hint}"
+
+
+def layer_fault(module: nn.Module) -> LayerFault | None:
+    """Why no record's gradient is defined where a layer is trained with, or None."""
+    if isinstance(module, _BatchNorm):
+        return LayerFault(
+            "mixes the examples of a batch, so one record's gradient is not defined",
+            "replace it with nn.GroupNorm, or keep its statistics, as those of public pretraining: "
+            'dpsur.fix(model, batch_norm="frozen")',
+            not isinstance(module, nn.modules.lazy.LazyModuleMixin),
+        )
+    if getattr(module, "track_running_stats", False):
+        return LayerFault(
+            "keeps statistics of private records in its buffers",
+            "set track_running_stats=False",
+            isinstance(module, _InstanceNorm),
+        )
+    if isinstance(module, TABLES) and module.sparse:
+        return LayerFault("has sparse gradients", "set sparse=False")
+    if isinstance(module, TABLES) and module.max_norm is not None:
+        return LayerFault(
+            "shortens the rows of its table that private records name, without noise",
+            "set max_norm=None, or shorten what it returns (F.normalize of the output)",
+        )
+    return None

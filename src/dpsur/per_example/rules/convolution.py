@@ -13,6 +13,8 @@ from dpsur.per_example.contributions import (
     MEMORY_COST,
     Contribution,
     Factors,
+    InnerNorms,
+    Measure,
     Products,
     Rows,
     instantiating_pays,
@@ -33,7 +35,6 @@ from dpsur.per_example.kernels.fused import (
     round_to_tf32,
     rounded_gradients,
 )
-from dpsur.per_example.norms import InnerNorms, Measure
 from dpsur.per_example.rules.patches import (
     Window,
     inner_products,

@@ -8,8 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.functional.process_settings import widen
-from dpsur.per_example.contributions import Contribution, Factors, Products, Rows
-from dpsur.per_example.norms import InnerNorms, Measure, part_norms, rounding
+from dpsur.per_example.contributions import (
+    Contribution,
+    Factors,
+    InnerNorms,
+    Measure,
+    Products,
+    Rows,
+    part_norms,
+    rounding,
+)
 from dpsur.per_example.tape import NotSupportedError, Slot, Tape
 
 
