@@ -301,10 +301,10 @@ def corpus_sheet(size: int = 48, columns: int = 12) -> Tensor:
 
 
 def filter_sheet() -> Tensor:
-    """The 3 x 3 filters of the first layers, one row per network, each scaled to its range."""
+    """The 3 x 3 filters of the first layers, two rows per network, each scaled to its range."""
     rows = torch.cat([network.get_buffer("stem") for network in Encoder().networks])
     largest = rows.abs().amax((1, 2, 3), keepdim=True)
-    return _tiled(F.interpolate(rows / largest / 2 + 0.5, 36), 16, 2)
+    return _tiled(F.interpolate(rows / largest / 2 + 0.5, 90), 8, 5)
 
 
 def _tiled(images: Tensor, columns: int, border: int) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpsur import figure_style as style
 from dpsur.bench.measurement import OK, OUT_OF_MEMORY
 from dpsur.errors import InvalidInputError
 from reproduction.artifacts import write_png
@@ -99,17 +100,17 @@ def panels_of(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw rows to a PNG, SVG or PDF file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     if not any(row["status"] == OK for row in rows):
         raise InvalidInputError("there is nothing to draw: no arm could make a step")
     shown = panels_of(rows)
     columns = min(COLUMNS, len(shown))
     lines = -(-len(shown) // columns)
-    width = max(6.0, 2.9 * columns + 0.6)
-    figure = Figure(figsize=(width, 2.8 * lines + 1.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    with style.common():
+        _draw(shown, columns, lines, path, _conditions(rows[0]))
+
+
+def _draw(shown: Sequence[Panel], columns: int, lines: int, path: Path, title: str) -> None:
+    figure = style.new_figure(max(6.0, 2.9 * columns + 0.6), 2.8 * lines + 1.2)
     places = figure.subplots(lines, columns, squeeze=False).flatten()
     entries: dict[str, Any] = {}
     for place, (axes, panel) in enumerate(zip(places, shown, strict=False)):
@@ -126,7 +127,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         frameon=False,
         fontsize="small",
     )
-    figure.suptitle(_conditions(rows[0]), fontsize="small")
+    figure.suptitle(title, fontsize="small")
     try:
         _write(figure, path)
     except (OSError, ValueError) as error:
@@ -134,15 +135,11 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _write(figure: Any, path: Path) -> None:
-    from matplotlib import rc_context
-
     suffix = path.suffix.lower()
     if suffix == ".png":
         write_png(figure, path, PNG_DPI)
         return
-    # letters stay letters, and the same rows give the same file
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "dpsur"}):
-        figure.savefig(path, metadata={"Date": None} if suffix == ".svg" else None)
+    figure.savefig(path, metadata={"Date": None} if suffix == ".svg" else None)
 
 
 def _draw_panel(axes: Any, panel: Panel, entries: dict[str, Any]) -> None:
@@ -157,10 +154,10 @@ def _draw_panel(axes: Any, panel: Panel, entries: dict[str, Any]) -> None:
             continue
         places = [row[panel.axis] for row in mine]
         times = [1e3 * row["step_seconds"] for row in mine]
-        style = {"markersize": 4, "linewidth": 1.3, **STYLES[arm]}
-        entries[arm] = axes.plot(places, times, **style)[0]
+        look = {"markersize": 4, "linewidth": 1.3, **STYLES[arm]}
+        entries[arm] = axes.plot(places, times, **look)[0]
         bounds = [[1e3 * row["step_seconds_quartiles"][end] for row in mine] for end in (0, 1)]
-        axes.fill_between(places, *bounds, color=style["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(places, *bounds, color=look["color"], alpha=0.15, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = sorted({row[panel.axis] for row in panel.rows})
