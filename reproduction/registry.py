@@ -69,6 +69,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.rate_search",
         "the gate block where its search used to fail, before and now (CPU, minutes)",
     ),
+    "planning": (
+        "reproduction.experiments.planning",
+        "what dpsur plan says, against what training then gives (CPU, an hour)",
+    ),
     "tuning": (
         "reproduction.experiments.tuning",
         "settings that the paper does not give, chosen on held-out records (GPU minutes)",
