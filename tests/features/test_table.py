@@ -214,3 +214,14 @@ def test_the_grid_covers_the_range():
     assert float(edges[0]) == -1
     assert float(edges[-1]) == 1
     assert bool((edges.diff() > 0).all())
+
+
+def test_the_exported_form_gives_the_same_bits(monkeypatch):
+    levels = torch.rand(2, len(grid())).cumsum(1)
+    rows = TableRows(3, 3, [0, 2], levels / levels[:, -1:] * 2 - 1)
+    edges = grid().float()
+    values = torch.cat([edges, edges.nextafter(torch.tensor(9.0)), torch.linspace(-1.5, 1.5, 997)])
+    inputs = torch.stack([values, torch.ones(len(values)), values.flip(0)], 1)
+    usual = rows(inputs)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert torch.equal(rows(inputs), usual)

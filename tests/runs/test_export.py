@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from dpsur.cli import main
 from dpsur.errors import DpsurError
 from dpsur.features.hashing import hashed_counts
 from dpsur.runs import export as exporting
-from tests.runs.test_predictor import SHARED, made, people, points
+from tests.runs.test_predictor import BUDGET, METHOD, SHARED, made, people, points
 
 __all__ = ["made"]  # the fixture
 
@@ -158,11 +159,87 @@ def run_onnx(folder, rows):
     return np.array(json.loads(done.stdout))
 
 
+def needs_onnx():
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason=f"needs {package}: pip install 'dpsur[onnx]'")
+
+
+def columns_as_numbers(schema, frame):
+    """What the signature asks for: numbers, places of categories, and counts of words."""
+    parts = []
+    for name, column in schema.columns.items():
+        values = frame[name]
+        if isinstance(column, dpsur.Number):
+            parts.append(pd.to_numeric(values).to_numpy(np.float64)[:, None])
+        elif isinstance(column, dpsur.Category):
+            known = {value: place for place, value in enumerate(column.values)}
+            parts.append(np.array([[known.get(value, -1)] for value in values], np.float64))
+        else:
+            parts.append(hashed_counts(list(values), column.dimension).astype(np.float64))
+    return np.concatenate(parts, axis=1)
+
+
+def other_tables():
+    """Tables with other targets, columns and networks than the fixture's."""
+    frame = people()
+    frame["age"] = frame["age"].astype(float)
+    frame["pay"] = frame["age"] * 10
+    frame["note"] = np.where(frame["ill"] == "yes", "severe pain", "walks well")
+    frame["old"] = np.where(frame["age"] > 60, "yes", "no")
+    age, job = dpsur.Number(0, 100, missing=40), dpsur.Category(["clerk"], other="clerk")
+    ill = dpsur.Category(["no", "yes"])
+    yield "mlp", "mlp", frame, dpsur.Schema({"age": age, "job": job}, {"ill": ill})
+    yield "labels", "auto", frame, dpsur.Schema({"age": age, "job": job}, {"ill": ill, "old": ill})
+    yield "numbers", "auto", frame, dpsur.Schema({"age": age}, {"pay": dpsur.Number(0, 1000)})
+    yield (
+        "categories",
+        "auto",
+        frame,
+        dpsur.Schema({"job": dpsur.Category(["clerk"])}, {"ill": ill}),
+    )
+    mixed = {"age": age, "note": dpsur.Text(64), "job": job}
+    yield "mixed", "auto", frame, dpsur.Schema(mixed, {"ill": ill})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("onnx", [False, True], ids=["torch", "onnx"])
+def test_every_kind_of_table(tmp_path, onnx):
+    if onnx:
+        needs_onnx()
+    for name, model, frame, schema in other_tables():
+        method = {"method": METHOD} if model == "mlp" else {}
+        run = dpsur.fit(model, frame, schema=schema, budget=BUDGET, seed=0, **method)
+        folder = run.predictor.export(tmp_path / name, onnx=onnx)
+        new = frame[:9].copy()
+        new.loc[1, "age"], new.loc[2, "age"], new.loc[3, "job"] = np.nan, 1000.0, "astronaut"
+        rows = columns_as_numbers(schema, new)
+        np.save(tmp_path / "rows.npy", rows)
+        found = run_onnx(folder, rows) if onnx else run_without_dpsur(folder, tmp_path / "rows.npy")
+        numbers = signature(folder)["returns"] == "numbers"
+        expected = run.predict(new) if numbers else run.predict_proba(new)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6, err_msg=name)
+        assert (folder / "words.py").exists() == (name == "mixed")
+
+
+@pytest.mark.slow
+def test_colour_images_on_the_encoder(tmp_path):
+    needs_onnx()
+    images, labels = torch.rand(40, 3, 32, 32), torch.arange(40) % 2
+    run = dpsur.fit("auto", (images, labels), classes=2, budget=BUDGET, seed=0)
+    folder = run.predictor.export(tmp_path / "out", onnx=True)
+    np.save(tmp_path / "rows.npy", images[:5].numpy())
+    expected = run.predict_proba(images[:5])
+    for found in (
+        run_without_dpsur(folder, tmp_path / "rows.npy"),
+        run_onnx(folder, images[:5].numpy()),
+    ):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["table", "texts", "images"])
 def test_onnx(made, tmp_path, kind):
-    for package in ("onnx", "onnxscript", "onnxruntime"):
-        pytest.importorskip(package, reason=f"needs {package}: pip install 'dpsur[onnx]'")
+    needs_onnx()
     run, given = made[1][kind]
     folder = run.predictor.export(tmp_path / kind, onnx=True)
     if kind == "table":

@@ -26,7 +26,7 @@ from dpsur.errors import DpsurError, InvalidInputError
 from dpsur.features import hashing
 from dpsur.runs.predictor import Predictor
 from dpsur.runs.release import CLASSES, LABELS
-from dpsur.tasks.columns import Category, Number
+from dpsur.tasks.columns import Category, Column, Number, Text
 from dpsur.tasks.raw_inputs import ImageInputs, TableInputs, TextInputs
 from dpsur.tasks.schema import Schema
 
@@ -50,20 +50,24 @@ class ExportedModel(nn.Module):
 
 
 class SchemaRows(nn.Module):
-    """The encoding of a schema, for a column of numbers each: values, or places of categories.
+    """The encoding of a schema: of values, of places of categories, and of counts of words.
 
     NaN stands for a missing value, and so does any place that is none.
     """
 
     def __init__(self, schema: Schema) -> None:
         super().__init__()
-        self.schema = schema
+        self._columns = list(schema.columns.values())
 
     def forward(self, values: Tensor) -> Tensor:
         """What `Schema.inputs` gives, for double precision numbers."""
         parts = []
-        for place, column in enumerate(self.schema.columns.values()):
-            found = values[:, place]
+        spans = [one.dimension if isinstance(one, Text) else 1 for one in self._columns]
+        for column, numbers in zip(self._columns, values.split(spans, dim=1), strict=True):
+            if isinstance(column, Text):
+                parts.append(F.normalize(numbers.float()))
+                continue
+            found = numbers[:, 0]
             if isinstance(column, Number):
                 missing = 0.0
                 if column.missing is not None:
@@ -71,7 +75,6 @@ class SchemaRows(nn.Module):
                 scaled = (found.clamp(column.low, column.high) - column.middle) / column.half
                 parts.append(torch.where(found.isnan(), missing, scaled).float()[:, None])
                 continue
-            assert isinstance(column, Category)
             count = len(column.values)
             known = (found >= 0) & (found < count)
             other = count if column.other is None else column.values.index(column.other)
@@ -151,7 +154,8 @@ def export(model: Predictor, folder: Path, *, example: Any = None, onnx: bool = 
                 _export_onnx(whole, program, records, folder / ONNX)
         text = json.dumps(signature(model, traced), indent=2) + "\n"
         (folder / SIGNATURE).write_text(text, encoding="utf-8")
-        if isinstance(model.inputs, TextInputs) or (model.schema and model.schema.is_text):
+        columns = model.schema.columns.values() if model.schema else ()
+        if isinstance(model.inputs, TextInputs) or any(isinstance(c, Text) for c in columns):
             shutil.copyfile(Path(hashing.__file__), folder / WORDS)
     except BaseException:
         for name in (PROGRAM, ONNX, SIGNATURE, WORDS):
@@ -168,11 +172,7 @@ def signature(model: Predictor, traced: Tensor) -> dict[str, Any]:
     takes: dict[str, Any] = {"shape": ["records", *traced.shape[1:]], "type": str(traced.dtype)[6:]}
     if isinstance(kind, TableInputs) and not kind.schema.is_text:
         takes["columns"] = {
-            name: {"place_of": list(column.values)}
-            if isinstance(column, Category)
-            else {"number_from": column.low, "to": column.high}
-            for name, column in kind.schema.columns.items()
-            if isinstance(column, (Number, Category))
+            name: _described(column) for name, column in kind.schema.columns.items()
         }
         takes["missing"] = "NaN; a value that is not listed has the place -1"
     elif isinstance(kind, ImageInputs):
@@ -189,15 +189,20 @@ def signature(model: Predictor, traced: Tensor) -> dict[str, Any]:
     }
 
 
+def _described(column: Column) -> dict[str, Any]:
+    """What stands for a value of a column."""
+    if isinstance(column, Category):
+        return {"place_of": list(column.values)}
+    if isinstance(column, Text):
+        return {"counts": f"words.hashed_counts(texts, {column.dimension})"}
+    return {"number_from": column.low, "to": column.high}
+
+
 def _inputs(model: Predictor, example: Any) -> tuple[nn.Module, Tensor]:
     """What goes before the network, and records in the form that it takes."""
     generator = torch.Generator().manual_seed(0)
     kind = model.inputs
     if isinstance(kind, TableInputs) and not kind.schema.is_text:
-        if not all(isinstance(one, (Number, Category)) for one in kind.schema.columns.values()):
-            raise InvalidInputError(
-                "a table with texts beside other columns cannot be exported; use dpsur predict"
-            )
         return SchemaRows(kind.schema), _table_example(kind.schema, generator)
     if isinstance(kind, (TableInputs, TextInputs)):
         width = kind.schema.width if isinstance(kind, TableInputs) else kind.dimension
@@ -227,15 +232,21 @@ def _table_example(schema: Schema, generator: torch.Generator) -> Tensor:
     """Records in and beyond the declared ranges, with missing values."""
     columns = []
     for column in schema.columns.values():
-        ends = (-1, len(column.values)) if isinstance(column, Category) else ()
-        low, high = ends or (column.low - column.half, column.high + column.half)  # type: ignore[union-attr]
-        drawn = torch.rand(COMPARED, generator=generator, dtype=torch.float64)
+        if isinstance(column, Text):
+            shape = COMPARED, column.dimension
+            columns.append(torch.rand(shape, generator=generator, dtype=torch.float64))
+            continue
+        if isinstance(column, Category):
+            low, high = -1.0, float(len(column.values))
+        else:
+            low, high = column.low - column.half, column.high + column.half
+        drawn = torch.rand(COMPARED, 1, generator=generator, dtype=torch.float64)
         values = low + drawn * (high - low)
         if isinstance(column, Category):
             values = values.round()
         values[COMPARED - 1] = torch.nan
         columns.append(values)
-    return torch.stack(columns, 1)
+    return torch.cat(columns, 1)
 
 
 def _outputs(model: Predictor) -> nn.Module:
