@@ -2,51 +2,76 @@
 
 import argparse
 import json
+import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from math import prod
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from dpsur.config import data_facts
+import numpy as np
+import torch
+
+from dpsur.cli.parser import text
+from dpsur.config import data_facts, uses_gpu
+from dpsur.environment import CACHE_VARIABLE
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.features import TABLE, TableLayout, features_named
-from dpsur.features.table import MOST_NUMBERS
 from dpsur.functional.records import Examples
 from dpsur.methods import Dpsgd
 from dpsur.options import shorten
 from dpsur.presets import AUTO, explain_auto, preset_named
-from dpsur.presets.auto import ENCODER_SECONDS, UNIT_ROWS
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.runs.input_features import InputFeatures
-from dpsur.runs.planning import Prospect, Simulation, prospect
+from dpsur.runs.planning import (
+    TIME_ROOM,
+    Prospect,
+    Simulation,
+    bytes_of_a_run,
+    lost_on_public_data,
+    prospect,
+    seconds_of_a_run,
+    with_records_needed,
+)
 from dpsur.status import status
 from dpsur.tasks.base import WORD_ROWS, Task
+from dpsur.tasks.columns import Category, Number, Text
 from dpsur.tasks.declared import image_shape
+from dpsur.tasks.schema import Schema
 
 DESCRIPTION = """\
-Say what a run would cost, and for a table roughly what it would give, before any record is read.
+Say what a run would cost and roughly give, before any record is read.
 
+  dpsur plan --records 20000 --schema people.json                 a table
   dpsur plan --records 20000 --width 15 --classes 2               a table of 15 numbers
   dpsur plan --records 2000 --image-size 64x64 --classes 3        images
   dpsur plan --records 5000 --texts --classes 2 --epsilon 1,3     texts
 
 Everything follows from public facts; nothing is spent. For a table the loss of accuracy is
-simulated: the same training on synthetic tables of the same shape, from easy to hard. The width of
-a table is what its schema makes of a record: 1 for a number, one more than its values for a
-category.
+simulated: the same training on synthetic tables with the same columns, which say much or nearly
+everything about the target; where they say nothing, there is nothing to lose. For images and texts
+it is what privacy cost on public data sets, with room on both sides. Seconds come from short runs
+on made-up records on this machine.
 """
 EPSILONS = "0.5,1,2,4,8"
 MOST_EPSILONS = 20
+# Words of a made-up text.
+WORDS_OF_A_TEXT = 200
+# Columns of a table of numbers alone.
+MOST_COLUMNS = 10_000
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = DESCRIPTION
     parser.add_argument("--records", type=int, required=True, metavar="N", help="training records")
-    parser.add_argument("--classes", type=int, default=2, metavar="K", help="default: 2")
+    parser.add_argument("--classes", type=int, metavar="K", help="default: 2, or the schema's")
     kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--schema", type=text, metavar="FILE", help="the columns of a table")
     kind.add_argument("--width", type=int, metavar="D", help="numbers of a record of a table")
     kind.add_argument("--image-size", metavar="[Cx]HxW", help="size of images")
     kind.add_argument("--texts", action="store_true", help="records are texts")
@@ -59,7 +84,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     parser.add_argument(
-        "--no-simulation", action="store_true", help="leave out the simulation of a table"
+        "--no-simulation",
+        action="store_true",
+        help="train nothing to find out: no accuracy of a table, and no seconds",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -67,9 +94,11 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print a line for every epsilon."""
-    task = described_task(options)
+    schema = _schema(options)
+    task = described_task(options, schema)
     epsilons = _epsilons(options.epsilon)
     budgets = [Budget(epsilon, options.delta) for epsilon in epsilons]
+    device = "cuda" if uses_gpu(options.device) else "cpu"
     # settings for the largest; for the others only the learning rate may differ
     facts = data_facts(task, {"device": options.device, "budget": budgets[-1]})
     preset = preset_named(AUTO, Dpsgd.name, "", epsilons[-1], facts)
@@ -77,8 +106,8 @@ def run(options: argparse.Namespace) -> int:
     features = preset.features or task.default_features
     normalisation = preset.normalisation
     simulation = None
-    if options.width is not None and not options.no_simulation:
-        simulation = Simulation.of(options.records, options.width, options.classes)
+    if schema is not None and not options.no_simulation and _can_be_simulated(schema):
+        simulation = Simulation.of(options.records, schema)
     found: list[Prospect] = []
     with status("choosing the noise for each epsilon"):
         for budget in budgets:
@@ -86,13 +115,20 @@ def run(options: argparse.Namespace) -> int:
             found.append(prospect(method, options.records, budget, DEFAULT_ACCOUNTING, setup))
     seconds = None
     if simulation is not None:
-        found, seconds = _simulated(simulation, budgets, found, options.device)
+        found, seconds = _simulated(simulation, budgets, found, device)
+    elif schema is None:
+        assert task.classes is not None
+        ranges = [lost_on_public_data(options.records, task.classes, e) for e in epsilons]
+        found = [replace(row, lost=lost) for row, lost in zip(found, ranges, strict=True)]
+        if not options.no_simulation:
+            with status("timing short runs on made-up records"):
+                seconds = _timed(options, task, device)
+    found = with_records_needed(found, options.records)
     about = {
         "records": options.records,
         "delta": options.delta,
-        "memory_bytes": _memory(task, features),
-        "feature_minutes": _feature_minutes(options.records, features, gpu=facts.gpu),
         "seconds": seconds,
+        "memory_bytes": bytes_of_a_run(_row_bytes(task, features)),
     }
     if options.json:
         print(json.dumps({**about, "epsilons": [asdict(one) for one in found]}))
@@ -103,30 +139,60 @@ def run(options: argparse.Namespace) -> int:
     print(f"{explained[0].partition(', epsilon')[0]}, delta {options.delta:g}")
     print("\n".join(explained[1:]))
     _print_table(found)
-    _print_notes(options, about, simulated=seconds is not None)
+    _print_notes(about, table=schema is not None, known=found[0].lost is not None, device=device)
     return 0
 
 
-def described_task(options: argparse.Namespace) -> Task:
-    """A task without records, of the shape that was given."""
-    for name in ("records", "classes", "width"):
+def _schema(options: argparse.Namespace) -> Schema | None:
+    """The columns of a table: as declared, or so many numbers."""
+    if options.schema is not None:
+        if options.classes is not None:
+            raise InvalidInputError("the classes are those of --schema; leave out --classes")
+        return Schema.load(options.schema)
+    for name, least in (("classes", 2), ("width", 1)):
         value = getattr(options, name)
-        least = 2 if name == "classes" else 1
         if value is not None and not least <= value <= 10**9:
             raise InvalidInputError(
                 f"{name} must be a whole number of at least {least}, got {value}"
             )
+    if options.width is None:
+        return None
+    if options.width > MOST_COLUMNS:
+        raise InvalidInputError(
+            f"width must be at most {MOST_COLUMNS}, got {options.width}; declare wide categories "
+            "and texts in a schema: --schema FILE"
+        )
+    columns = {f"x{place}": Number(-1, 1) for place in range(options.width)}
+    return Schema(columns, {"y": Category([*range(options.classes or 2)])})
+
+
+def _can_be_simulated(schema: Schema) -> bool:
+    """Whether it is a table with classes, without texts."""
+    texts = any(isinstance(column, Text) for column in schema.columns.values())
+    return schema.kind == "classes" and not texts
+
+
+def described_task(options: argparse.Namespace, schema: Schema | None) -> Task:
+    """A task without records, of the shape that was given."""
+    if not 1 <= options.records <= 10**9:
+        raise InvalidInputError(
+            f"records must be a whole number of at least 1, got {options.records}"
+        )
     from dpsur.features.words import WORDS_DIMENSION
     from dpsur.tasks.npz import image_networks
 
-    shape: tuple[int, ...] = (options.width,) if options.width else (WORDS_DIMENSION,)
+    classes = options.classes or 2
+    shape: tuple[int, ...] = (WORDS_DIMENSION,)
+    layout: TableLayout | None = None
+    kind = WORD_ROWS if options.texts else None
     if options.image_size is not None:
         shape = image_shape(options.image_size)
-    layout, kind = None, WORD_ROWS if options.texts else None
-    if options.width is not None:  # as in the simulation, a table of numbers
-        few = options.width <= MOST_NUMBERS
-        layout = TableLayout(options.width, options.width, tuple(range(options.width * few)))
-        kind = TABLE
+    if schema is not None:
+        shape, classes = (schema.width,), schema.outputs
+        if schema.is_text:
+            kind = WORD_ROWS
+        else:
+            layout, kind = schema.layout, TABLE
 
     def load(_: Any) -> tuple[Examples, Examples | None]:
         raise AssertionError("a plan reads no records")
@@ -134,13 +200,13 @@ def described_task(options: argparse.Namespace) -> Task:
     return Task(
         name="",
         summary="",
-        networks=image_networks(shape, options.classes),
+        networks=image_networks(shape, classes),
         load=load,
         records=options.records,
         shape=shape,
-        classes=options.classes,
+        classes=classes,
         kind=kind,
-        target=None if layout is None else ("classes", options.classes),
+        target=None if schema is None or layout is None else (schema.kind, schema.outputs),
         table=layout,
     )
 
@@ -162,66 +228,100 @@ def _epsilons(given: str) -> list[float]:
 
 def _simulated(
     simulation: Simulation, budgets: list[Budget], found: list[Prospect], device: str
-) -> tuple[list[Prospect], float]:
+) -> tuple[list[Prospect], tuple[float, float]]:
     rows, taken = [], []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)  # of seeds: the tables are synthetic
         for number, (row, budget) in enumerate(zip(found, budgets, strict=True), 1):
             with status(f"training on synthetic tables, epsilon {number} of {len(found)}"):
-                least, most, seconds = simulation.lost(budget, device)
-            rows.append(replace(row, lost=(least, most)))
+                most, seconds = simulation.lost(budget, device)
+            rows.append(replace(row, lost=(0.0, most)))
             taken.append(seconds)
-    return rows, max(taken)
+    return rows, (min(taken) / TIME_ROOM, max(taken) * TIME_ROOM)
 
 
-def _memory(task: Task, features: str) -> int:
+def _timed(options: argparse.Namespace, task: Task, device: str) -> tuple[float, float]:
+    """The seconds of a run, from short runs on noise and on made-up texts."""
+    assert task.shape is not None
+    assert task.classes is not None
+    shape, draws = task.shape, np.random.default_rng(0)
+
+    def made(count: int) -> Any:
+        if options.texts:
+            drawn = draws.zipf(1.3, (count, WORDS_OF_A_TEXT))
+            return [" ".join(f"w{word % 50_000}" for word in row) for row in drawn.tolist()]
+        return torch.from_numpy(draws.random((count, *shape), np.float32))
+
+    with _own_cache(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of seeds, and of small numbers of records
+        return seconds_of_a_run(options.records, made, task.classes, device)
+
+
+@contextmanager
+def _own_cache() -> Iterator[None]:
+    """Features of made-up images are kept nowhere, and found nowhere."""
+    before = os.environ.get(CACHE_VARIABLE)
+    with TemporaryDirectory() as folder:
+        os.environ[CACHE_VARIABLE] = folder
+        try:
+            yield
+        finally:
+            del os.environ[CACHE_VARIABLE]
+            if before is not None:
+                os.environ[CACHE_VARIABLE] = before
+
+
+def _row_bytes(task: Task, features: str) -> int:
+    """The bytes of what all records become, beside the records themselves."""
     assert task.shape is not None
     shape = features_named(features).output_shape(task.shape)
     if task.table is not None and features == TABLE:
         shape = (task.table.features,)
-    return 4 * (task.records or 0) * prod(shape)
-
-
-def _feature_minutes(records: int, features: str, *, gpu: bool) -> int:
-    slow = features in UNIT_ROWS and features != "whitened-scattering" and not gpu
-    return max(1, round(records * ENCODER_SECONDS / 60)) if slow else 0
+    inputs = 0 if shape == task.shape else prod(task.shape)
+    return 4 * (task.records or 0) * (prod(shape) + inputs)
 
 
 def _print_table(found: list[Prospect]) -> None:
-    lost = found[0].lost is not None
+    known = found[0].lost is not None
     print()
     head = f"{'epsilon':>8}  {'an attacker is right':>20}"
-    print(head + (f"  {'accuracy lost, points':>21}" if lost else "") + "  run")
+    head += f"  {'accuracy lost, points':>21}  {'records for 1 point':>19}" if known else ""
+    print(f"{head}  run")
     for row in found:
         share = "not known" if row.right_guesses is None else f"at most {row.right_guesses:.0%}"
-        range_ = (
-            ""
-            if row.lost is None
-            else f"  {f'{_points(row.lost[0])} to {_points(row.lost[1])}':>21}"
-        )
-        print(f"{row.epsilon:>8g}  {share:>20}{range_}  {row.run}")
+        line = f"{row.epsilon:>8g}  {share:>20}"
+        if row.lost is not None:
+            range_ = f"{100 * row.lost[0]:.1f} to {100 * row.lost[1]:.1f}"
+            line += f"  {range_:>21}  {row.records or '':>19}"
+        print(f"{line}  {row.run}")
     print()
 
 
-def _points(share: float) -> str:
-    return f"{100 * share:.1f}"
-
-
-def _print_notes(options: argparse.Namespace, about: dict[str, Any], *, simulated: bool) -> None:
+def _print_notes(about: dict[str, Any], *, table: bool, known: bool, device: str) -> None:
     print("an attacker is right: about whether a given record was used, at even odds beforehand")
-    if simulated:
+    if known and table:
         print(
-            "accuracy lost: against a linear model without privacy, on three synthetic tables of "
-            "this shape, from easy to hard; a guide, no promise"
+            "accuracy lost: against a linear model without privacy, at most what two synthetic "
+            "tables with these columns lost; a guide, no promise"
         )
-    elif options.width is None:
-        print("accuracy is not simulated for images and texts; the page Accuracy has public data")
-    print("the same accuracy at half the epsilon takes about twice the records")
-    minutes = (
-        f"{about['feature_minutes']} core-minutes for features, "
-        if about["feature_minutes"]
-        else ""
-    )
-    seconds = f"about {about['seconds']:.0f} s for a run here, " if about["seconds"] else ""
-    print(f"{minutes}{seconds}{about['memory_bytes'] / 1e6:,.0f} MB for the records in memory")
+    elif known:
+        print(
+            "accuracy lost: against the same model without privacy, half of the least and twice "
+            "the most of what it cost on public data sets; a guide, no promise"
+        )
+    else:
+        print("accuracy is not simulated (--no-simulation, or a target or columns of another kind)")
+    if known:
+        print("records for 1 point: with so many, at most a point is lost by the same figures")
+    least, most = (value / 1e9 for value in about["memory_bytes"])
+    costs = f"{least:.1f} to {most:.1f} GB of memory"
+    if about["seconds"] is not None:
+        low, high = about["seconds"]
+        kind = "seconds" if device == "cuda" else "processor seconds"
+        costs = f"{_shown(low)} to {_shown(high)} {kind} on this machine, {costs}"
+    print(f"a run takes {costs}")
     print("nothing was spent; dpsur train --dry-run says the same of your data", file=sys.stderr)
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds < 10 else f"{seconds:,.0f}"

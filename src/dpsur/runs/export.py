@@ -63,7 +63,7 @@ class SchemaRows(nn.Module):
         """What `Schema.inputs` gives, for double precision numbers."""
         parts = []
         spans = [one.dimension if isinstance(one, Text) else 1 for one in self._columns]
-        for column, numbers in zip(self._columns, values.split(spans, dim=1), strict=True):
+        for column, numbers in zip(self._columns, torch.split(values, spans, dim=1), strict=True):
             if isinstance(column, Text):
                 parts.append(F.normalize(numbers.float()))
                 continue

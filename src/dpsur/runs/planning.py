@@ -1,22 +1,27 @@
 """What a run would cost and roughly give, before any private record is read.
 
     prospect(method, records, budget, "proven", setup)      # noise, length, limit on attacks
-    Simulation.of(records, width, classes).lost(budget, "cpu")
+    Simulation.of(records, schema).lost(budget, "cpu")      # accuracy that privacy costs a table
+    lost_on_public_data(records, epsilon)                   # the same of images and texts
+    run_costs(records, shape, features, "cpu")              # their seconds and bytes
 
 Noise and the limit on attacks follow from public facts. What privacy costs in accuracy is simulated
-for tables: the same training on synthetic tables of the same number of records, columns and
-classes, on which a linear model without privacy is right in about 95, 85 and 75% of the cases. A
-real table is none of these, so the range is a guide and no promise.
+for tables: the same training on synthetic tables with the same columns. For images and texts it is
+what privacy cost on public data sets at the same product of records and epsilon, with room on both
+sides. How often the ranges held is on the page docs/planning.md.
 """
 
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.special import ndtr
+from torch import Tensor
 
 from dpsur.errors import InvalidInputError
 from dpsur.methods import Method
@@ -28,11 +33,24 @@ from dpsur.status import silenced
 from dpsur.tasks.columns import Category, Number
 from dpsur.tasks.schema import Schema
 
-# How often a linear model without privacy is right on the synthetic tables; two classes or more.
-DIFFICULTIES = (0.95, 0.85, 0.75)
+# How often the best guess is right on the synthetic tables: their columns say much, or nearly
+# everything, about the class. Where columns say nothing there is nothing to lose.
+DIFFICULTIES = (0.85, 0.95)
 TEST_RECORDS = 4000
-# A simulation of more numbers than these takes minutes.
-MOST_NUMBERS = 4_000_000
+# A simulation of more numbers than these takes many minutes.
+MOST_NUMBERS = 10_000_000
+# Accuracy that privacy cost on public data, by records times epsilon: the linear models of `auto`
+# against the same without privacy (results/planning.jsonl).
+PUBLIC_DATA: Mapping[str, Mapping[int, float]] = {
+    "mnist": {500: 0.778, 1000: 0.42, 2000: 0.116, 4000: 0.041, 8000: 0.022, 16_000: 0.014},
+}
+# A user's data may be harder or easier than public ones by this factor. Nothing was fitted.
+ROOM = 2.0
+ONE_POINT = 0.01
+# Records of the short runs that the time of a run is told from, and how far off that may be.
+TRIED, TIME_ROOM = (100, 500), 2.0
+# Bytes that a process needs before its records, and the copies of rows that a run holds at most.
+PROCESS_BYTES, MOST_COPIES = 330e6, 3
 
 
 @dataclass(frozen=True)
@@ -40,14 +58,16 @@ class Prospect:
     """What is to be expected at one epsilon.
 
     `run` describes updates and noise, `right_guesses` is the largest share of right guesses about
-    membership at even odds (None where it is not known), and `lost` the least and the most accuracy
-    that privacy cost on synthetic tables, as shares of the records (None without a simulation).
+    membership at even odds (None where it is not known), `lost` the least and the most accuracy
+    that privacy is expected to cost, as shares of the records (None where that is not known), and
+    `records` how many are needed for it to cost at most a point.
     """
 
     epsilon: float
     run: str
     right_guesses: float | None
     lost: tuple[float, float] | None = None
+    records: str | None = None
 
 
 def prospect(
@@ -60,32 +80,77 @@ def prospect(
     return Prospect(budget.epsilon, plan.describe(), share)
 
 
+def with_records_needed(found: Sequence[Prospect], records: int) -> list[Prospect]:
+    """Add the records at which privacy costs at most a point, by the upper ends of the ranges.
+
+    What privacy costs depends on the product of records and epsilon, nearly: half the epsilon
+    takes twice the records. So the other rows of the table say what other numbers of records give.
+    """
+    known = [(records * row.epsilon, row.lost[1]) for row in found if row.lost is not None]
+    enough = [product for product, lost in sorted(known) if lost <= ONE_POINT]
+    result = []
+    for row in found:
+        text = None
+        if known and not enough:
+            text = f"over {_round(max(known)[0] / row.epsilon):,}"
+        elif known:
+            first = enough[0] == min(known)[0]
+            text = f"{'at most ' if first else ''}{_round(enough[0] / row.epsilon):,}"
+        result.append(replace(row, records=text))
+    return result
+
+
+def _round(value: float) -> int:
+    """To two digits."""
+    unit: int = 10 ** max(0, int(math.log10(max(value, 1))) - 1)
+    return round(value / unit) * unit
+
+
+def lost_on_public_data(
+    records: int, classes: int, epsilon: float, without: Sequence[str] = ()
+) -> tuple[float, float]:
+    """The least and the most accuracy that privacy is expected to cost, of images or texts.
+
+    `without` leaves public data sets out, so that a plan for them can be checked.
+    """
+    known = [points for name, points in PUBLIC_DATA.items() if name not in without]
+    found = [_between(points, records * epsilon) for points in known]
+    return min(found) / ROOM, min(max(found) * ROOM, 1 - 1 / classes)
+
+
+def _between(points: Mapping[int, float], product: float) -> float:
+    """A straight line between neighbours, in logarithms; beyond them the last one goes on."""
+    places = sorted(points)
+    number = max(1, sum(place < product for place in places[:-1]))
+    low, high = places[number - 1], places[number]
+    first, second = math.log(points[low]), math.log(points[high])
+    share = math.log(product / low) / math.log(high / low)
+    return math.exp(first + share * (second - first))
+
+
 @dataclass(frozen=True)
 class Simulation:
-    """Synthetic tables of one shape, and what a linear model without privacy makes of them."""
+    """Synthetic tables with the columns of a schema, and the accuracy without privacy on each."""
 
-    tables: Sequence[Any]
+    tables: Sequence[Mapping[str, Any]]
     references: Sequence[float]
     schema: Schema
 
     @classmethod
-    def of(cls, records: int, width: int, classes: int, seed: int = 0) -> "Simulation":
-        """Tables of this many records and columns of numbers; some records are added for a test."""
-        if records * width > MOST_NUMBERS:
+    def of(cls, records: int, schema: Schema, seed: int = 0) -> "Simulation":
+        """Tables with so many records; some are added for a test."""
+        if records * schema.width > MOST_NUMBERS:
             raise InvalidInputError(
-                f"{records} records of {width} numbers are too many to simulate here; give "
-                f"--records of at most {MOST_NUMBERS // width}, or leave out the simulation"
+                f"{records} records of {schema.width} numbers are too many to simulate here; give "
+                f"--records of at most {MOST_NUMBERS // schema.width}, or --no-simulation"
             )
-        names = [f"x{place}" for place in range(width)]
-        schema = Schema({name: Number(-1, 1) for name in names}, {"y": Category([*range(classes)])})
-        made = [_table(records + TEST_RECORDS, width, classes, d, seed) for d in DIFFICULTIES]
-        references = [_reference(x, y, records, classes) for x, y in made]
-        tables = [({**dict(zip(names, x.T, strict=True)), "y": y}) for x, y in made]
-        return cls(tables, references, schema)
+        made = [made_up(records + TEST_RECORDS, schema, right, seed) for right in DIFFICULTIES]
+        references = [_reference(rows, labels) for _, rows, labels in made]
+        return cls([table for table, _, _ in made], references, schema)
 
-    def lost(self, budget: Budget, device: str, seed: int = 0) -> tuple[float, float, float]:
-        """The least and the most accuracy that privacy costs, and the seconds of one run."""
-        found, begun = [], time.perf_counter()
+    def lost(self, budget: Budget, device: str, seed: int = 0) -> tuple[float, float]:
+        """The most accuracy that privacy costs on one of them, and the seconds of a run."""
+        found, begun = [], clock(device)
         for table, reference in zip(self.tables, self.references, strict=True):
             train, test = (
                 {name: values[part] for name, values in table.items()}
@@ -102,44 +167,107 @@ class Simulation:
                 )
             assert run.scores is not None
             found.append(reference - run.scores["accuracy"])
-        seconds = (time.perf_counter() - begun) / len(self.tables)
-        return max(0.0, min(found)), max(0.0, *found), seconds
+        seconds = (clock(device) - begun) / len(self.tables)
+        return max(0.0, *found), seconds
 
 
-def _table(records: int, width: int, classes: int, right: float, seed: int) -> tuple[Any, Any]:
-    """Uniform columns, of which later ones matter less, and classes by a linear model.
+def made_up(
+    records: int, schema: Schema, right: float, seed: int
+) -> tuple[Mapping[str, Any], Tensor, Tensor]:
+    """A table, its columns as numbers, and the places of its classes.
 
-    The scale of the linear model is such that its best guess is right as often as `right` says, or
-    half way from chance to certainty where chance is higher.
+    Half of a column's variance is shared with others, as in real tables, values of a category are
+    the rarer the later they are listed, and some columns matter more than others. The best guess
+    is right as often as `right` says, or half way from chance to certainty where chance is higher.
     """
     draws = np.random.default_rng(seed)
-    inputs = draws.uniform(-1, 1, (records, width)).astype(np.float32)
-    weights = draws.normal(size=(width, classes)) / np.sqrt(1 + np.arange(width))[:, None]
-    scores = inputs @ weights
+    columns, outputs = schema.columns, schema.outputs
+    shared = draws.normal(size=(records, 3)) / math.sqrt(3)
+    importance = 1 / (1.0 + draws.permutation(len(columns)))
+    table: dict[str, Any] = {}
+    parts, scores = [], np.zeros((records, outputs))
+    for (name, column), weight in zip(columns.items(), importance, strict=True):
+        signs = draws.choice([-1.0, 1.0], size=3)
+        hidden = math.sqrt(0.5) * (shared @ signs + draws.normal(size=records))
+        quantile = ndtr(hidden)
+        if isinstance(column, Category):
+            shares = 1 / (1.0 + np.arange(len(column.values)))
+            bounds = (shares / shares.sum()).cumsum()
+            places = np.minimum(np.searchsorted(bounds, quantile), len(shares) - 1)
+            table[name] = np.array(column.values, dtype=object)[places]
+            parts.append(np.eye(len(shares))[places])
+        else:
+            assert isinstance(column, Number)
+            table[name] = column.low + (column.high - column.low) * quantile
+            parts.append(hidden[:, None])
+        scores += weight * parts[-1] @ draws.normal(size=(parts[-1].shape[1], outputs))
     scores = (scores - scores.mean(0)) / scores.std(0)
-    low, high, wanted = 0.0, 200.0, max(right, 0.5 + 0.5 / classes)
+    chances = _chances(torch.from_numpy(scores), max(right, 0.5 + 0.5 / outputs))
+    drawn = torch.multinomial(chances, 1, generator=torch.Generator().manual_seed(seed)).flatten()
+    ((target, wanted),) = schema.target.items()
+    assert isinstance(wanted, Category)
+    table[target] = np.array(wanted.values, dtype=object)[drawn.numpy()]
+    return table, torch.from_numpy(np.concatenate(parts, 1)).float(), drawn
+
+
+def _chances(scores: Tensor, right: float) -> Tensor:
+    """Probabilities of classes, of which the likeliest is `right` on average."""
+    low, high = 0.0, 200.0
     for _ in range(40):
         scale = (low + high) / 2
-        best = F.softmax(torch.from_numpy(scale * scores), 1).amax(1).mean()
-        low, high = (scale, high) if best < wanted else (low, scale)
-    chances = F.softmax(torch.from_numpy(scale * scores), 1)
-    drawn = torch.multinomial(chances, 1, generator=torch.Generator().manual_seed(seed))
-    return inputs, drawn.flatten().numpy()
+        best = F.softmax(scale * scores, 1).amax(1).mean()
+        low, high = (scale, high) if best < right else (low, scale)
+    return F.softmax(high * scores, 1)
 
 
-def _reference(inputs: Any, labels: Any, records: int, classes: int) -> float:
+def _reference(rows: Tensor, labels: Tensor) -> float:
     """The accuracy of logistic regression without privacy, on the records for the test."""
-    x, y = torch.from_numpy(inputs), torch.from_numpy(labels)
-    train, test = slice(TEST_RECORDS, TEST_RECORDS + records), slice(TEST_RECORDS)
-    layer = torch.nn.Linear(x.shape[1], classes)
+    layer = torch.nn.Linear(rows.shape[1], int(labels.max()) + 1)
     optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=100)
 
-    def loss() -> torch.Tensor:
+    def loss() -> Tensor:
         optimizer.zero_grad()
-        value = F.cross_entropy(layer(x[train]), y[train])
+        value = F.cross_entropy(layer(rows[TEST_RECORDS:]), labels[TEST_RECORDS:])
         value.backward()  # type: ignore[no-untyped-call]
         return value
 
     optimizer.step(loss)  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        return float((layer(x[test]).argmax(1) == y[test]).double().mean())
+        right = layer(rows[:TEST_RECORDS]).argmax(1) == labels[:TEST_RECORDS]
+    return float(right.double().mean())
+
+
+def clock(device: str) -> float:
+    """Seconds: of the processor, which other programs do not change, or of the clock on a GPU."""
+    return time.process_time() if device == "cpu" else time.perf_counter()
+
+
+def seconds_of_a_run(
+    records: int, made: Callable[[int], Any], classes: int, device: str
+) -> tuple[float, float]:
+    """The least and the most seconds of a run, from short runs on made-up records.
+
+    Features and batches grow with the number of records, and so does the time.
+    """
+    sizes = [min(records, size) for size in TRIED]
+    taken = []
+    for size in sizes:
+        labels = torch.arange(size) % classes
+        begun = clock(device)
+        with silenced():
+            fit(
+                *("auto", (made(size), labels)),
+                classes=classes,
+                budget=Budget(1.0, 1e-5),
+                device=device,
+                seed=0,
+            )
+        taken.append(clock(device) - begun)
+    each = max(0.0, taken[1] - taken[0]) / max(1, sizes[1] - sizes[0])
+    expected = taken[1] + each * (records - sizes[1])
+    return expected / TIME_ROOM, expected * TIME_ROOM
+
+
+def bytes_of_a_run(row_bytes: int) -> tuple[float, float]:
+    """The least and the most memory of a run's process, from the bytes of all rows."""
+    return PROCESS_BYTES + row_bytes, 1.5 * PROCESS_BYTES + MOST_COPIES * row_bytes
