@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from dpsur.engine.microbatches import BatchMemoryManager
     from dpsur.engine.privacy_engine import PrivacyEngine
     from dpsur.functional.model_loss import model_loss
-    from dpsur.integrations.trackers import Tracker
     from dpsur.mechanism.api import dp_gradient, poisson_batches
     from dpsur.mechanism.gates import BlockGate, CoinGate, LossGate, Metrics
     from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from dpsur.runs.progress import ProgressBar
     from dpsur.runs.result import Run
     from dpsur.runs.session import Observer
+    from dpsur.runs.trackers import Tracker
     from dpsur.runs.verification import verify
     from dpsur.tasks.columns import Category, Number, Text
     from dpsur.tasks.schema import Schema
@@ -99,7 +99,7 @@ _HOMES = {
     "Performance": "dpsur.config",
     "Statement": "dpsur.privacy.statement",
     "Text": "dpsur.tasks.columns",
-    "Tracker": "dpsur.integrations.trackers",
+    "Tracker": "dpsur.runs.trackers",
     "Trial": "dpsur.privacy.events",
     "verify": "dpsur.runs.verification",
 }

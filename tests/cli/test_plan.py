@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,15 @@ import pytest
 import dpsur
 from dpsur.cli import main
 from dpsur.privacy.budget import Budget
-from dpsur.runs.planning import TEST_RECORDS, Simulation, _table
+from dpsur.runs.planning import (
+    PUBLIC_DATA,
+    TEST_RECORDS,
+    Prospect,
+    Simulation,
+    lost_on_public_data,
+    made_up,
+    with_records_needed,
+)
 from tests.cli.test_commands import dpsur as command
 
 
@@ -52,17 +61,28 @@ def test_plans_of_a_table_charge_its_histograms(tmp_path, capsys):
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["epsilons"][0]["run"] == run.plan.describe()
-    assert found["memory_bytes"] == 4 * 300 * schema.layout.features
+    assert found["seconds"] is None
+    words = ["plan", "--records", "300", "--schema", schema_file, "--epsilon", "3"]
+    assert main([*words, "--no-simulation", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == found
+    status, _, printed = command(*words, "--classes", "3", capsys=capsys)
+    assert status == 2
+    assert "the classes are those of --schema" in printed
 
 
 def test_a_plan_of_images_and_texts_needs_no_data(capsys):
-    words = ["plan", "--records", "2000", "--epsilon", "1,4", "--json"]
+    words = ["plan", "--records", "2000", "--epsilon", "1,4", "--no-simulation", "--json"]
     assert main([*words, "--image-size", "64x64", "--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)
     first, second = found["epsilons"]
     assert first["right_guesses"] < second["right_guesses"] < 0.75
-    assert found["feature_minutes"] == 2
-    assert found["memory_bytes"] == 2000 * 8192 * 4
+    least, most = found["memory_bytes"]
+    assert least < 330e6 + 2000 * 4 * (8192 + 3 * 64 * 64) + 1 < most
+    assert first["lost"][0] < first["lost"][1] < 0.5
+    assert second["lost"][1] < first["lost"][1]
+    assert first["records"].startswith(("over", "at most")) or int(
+        first["records"].replace(",", "")
+    )
     assert main([*words[:-1], "--texts"]) == 0
     assert "an attacker is right" in capsys.readouterr().out
 
@@ -74,7 +94,7 @@ def test_a_plan_of_images_and_texts_needs_no_data(capsys):
         (["--width", "3", "--epsilon", "0"], "above 0 and below 1000"),
         (["--width", "0"], "width must be a whole number of at least 1"),
         (["--width", "3", "--classes", "1"], "classes must be a whole number of at least 2"),
-        (["--width", "10000000", "--epsilon", "1"], "too many to simulate"),
+        (["--width", "10000000", "--epsilon", "1"], "width must be at most 10000"),
         (["--image-size", "7"], "must be HxW or CxHxW"),
     ],
 )
@@ -85,21 +105,57 @@ def test_bad_facts_are_refused_in_one_line(words, message, capsys):
     assert printed.count("\n") == 1
 
 
-def test_synthetic_tables_are_as_hard_as_they_should_be():
-    x, y = _table(500, 6, 5, 0.85, seed=0)
-    assert x.shape == (500, 6)
-    assert set(y) == set(range(5))
-    simulation = Simulation.of(2000, 6, 2)
-    assert simulation.references == pytest.approx([0.95, 0.85, 0.75], abs=0.03)
+SCHEMA = dpsur.Schema(
+    {"a": dpsur.Number(0, 10), "b": dpsur.Category(["x", "y", "z"]), "c": dpsur.Number(-1, 1)},
+    {"y": dpsur.Category(["no", "yes"])},
+)
+
+
+def test_synthetic_tables_have_the_columns_and_are_as_hard_as_they_should_be():
+    table, rows, labels = made_up(3000, SCHEMA, 0.85, seed=0)
+    assert rows.shape == (3000, 1 + 3 + 1)
+    assert set(table["b"]) == {"x", "y", "z"}
+    assert min(table["a"]) >= 0 <= max(table["a"]) <= 10
+    assert set(labels.tolist()) == {0, 1}
+    simulation = Simulation.of(2000, SCHEMA)
+    assert simulation.references == pytest.approx([0.85, 0.95], abs=0.03)
     assert len(simulation.tables[0]["y"]) == 2000 + TEST_RECORDS
+
+
+def test_records_for_a_point_follow_from_the_product_with_epsilon():
+    rows = [Prospect(e, "", None, (0.0, lost)) for e, lost in ((1, 0.04), (2, 0.02), (4, 0.009))]
+    assert [row.records for row in with_records_needed(rows, 1000)] == ["4,000", "2,000", "1,000"]
+    worse = [replace(row, lost=(0.0, 0.5)) for row in rows]
+    assert with_records_needed(worse, 1000)[0].records == "over 4,000"
+    better = [replace(row, lost=(0.0, 0.0)) for row in rows]
+    assert with_records_needed(better, 1000)[2].records == "at most 250"
+
+
+def test_public_data_guide_plans_of_images_and_texts():
+    least, most = lost_on_public_data(4000, 10, 1.0)
+    assert 0 < least < most
+    assert lost_on_public_data(16_000, 10, 1.0) == lost_on_public_data(4000, 10, 4.0)
+    assert lost_on_public_data(10**7, 10, 8.0)[1] < 0.1
+    assert lost_on_public_data(2, 10, 0.1)[1] == pytest.approx(0.9)
+    names = set(PUBLIC_DATA)
+    with_one = lost_on_public_data(4000, 10, 1.0, without=names - {"mnist"})
+    assert with_one[0] > least
+
+
+@pytest.mark.slow
+def test_a_plan_times_short_runs(capsys):
+    words = ["plan", "--records", "2000", "--texts", "--epsilon", "1", "--device", "cpu", "--json"]
+    assert main(words) == 0
+    least, most = json.loads(capsys.readouterr().out)["seconds"]
+    assert 0 < least < most
 
 
 @pytest.mark.slow
 def test_privacy_costs_more_at_a_smaller_epsilon():
     """With noise that drowns everything the loss is that of a guess."""
-    simulation = Simulation.of(600, 4, 2)
-    little, _, _ = simulation.lost(Budget(0.01, 1e-5), "cpu")
-    _, much, seconds = simulation.lost(Budget(50.0, 1e-5), "cpu")
+    simulation = Simulation.of(600, SCHEMA)
+    little, _ = simulation.lost(Budget(0.01, 1e-5), "cpu")
+    much, seconds = simulation.lost(Budget(50.0, 1e-5), "cpu")
     assert little > much
     assert little > 0.1
     assert seconds > 0

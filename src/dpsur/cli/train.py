@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from dpsur.runs.input_features import InputFeatures
 from dpsur.runs.planning import prospect
 from dpsur.runs.progress import ProgressBar
 from dpsur.runs.result import Run
-from dpsur.runs.session import Session
+from dpsur.runs.session import Observer, Session
 from dpsur.runs.tasks import build_task_session, features_of, load_records, note_privately, task_of
+from dpsur.runs.trackers import TRACKERS, check_track, tracked
 from dpsur.status import silenced, status
 
 DESCRIPTION = """\
@@ -71,6 +73,11 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="say what would be done and what it would cost; train nothing and spend nothing",
     )
+    more.add_argument(
+        "--track",
+        choices=tuple(TRACKERS),
+        help="log public figures of the run there, and no others",
+    )
     more.add_argument("--quiet", action="store_true", help="no progress, only the result")
     more.add_argument("--json", action="store_true", help="print the result as JSON")
     add_method_options(parser)
@@ -95,6 +102,8 @@ def _run(options: argparse.Namespace, ranks: Ranks) -> int:
             f"--show-private shows what --hide-rejections {config.hide_rejections} hides; "
             "leave out one of them"
         )
+    if options.track is not None:
+        check_track(options.track)
     with stop_on_signal() as stop:
         try:
             result = _train(config, folder, options, stop, ranks)
@@ -218,12 +227,17 @@ def _train(
             print(f"dpsur: warning: {text}", file=sys.stderr)
     if not (quiet or options.resume or options.out):
         print(f"dpsur: writing the run to {folder.root}", file=sys.stderr)
-    with ProgressBar(quiet=quiet, show_private=options.show_private) as bar:
+    observers: list[Observer] = [stop]
+    with ExitStack() as open_until_the_end:
+        if options.track is not None and ranks.is_main:
+            following = tracked(options.track, session.plan, session.method.label, folder.root)
+            observers.append(open_until_the_end.enter_context(following))
+        bar = ProgressBar(quiet=quiet, show_private=options.show_private)
         return execute(
             session,
             folder=folder,
             resume=resume,
-            observers=[bar, stop],
+            observers=[open_until_the_end.enter_context(bar), *observers],
             stop_requested=lambda: stop.asked,
             origin=origin,
             store_config=True,

@@ -4,7 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -80,6 +80,7 @@ from dpsur.runs.release import (
 from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Session
 from dpsur.runs.tasks import note_privately, origin_of
+from dpsur.runs.trackers import check_track, tracked
 from dpsur.runs.validation import check_observers
 from dpsur.status import notes, silenced
 from dpsur.tasks import Task
@@ -125,6 +126,7 @@ def fit(
     ledger: str | os.PathLike[str] | None = None,
     observers: Sequence[Observer] = (),
     progress: bool = True,
+    track: str | None = None,
 ) -> Run:
     """Train a copy of `model` on `train_set` within `budget`.
 
@@ -186,6 +188,7 @@ def fit(
             starts; a run above the ledger's total is refused.
         observers: are called after every trial. What they see is private.
         progress: show a bar on a terminal and in a notebook, with public figures only.
+        track: "tensorboard", "mlflow" or "wandb" gets public figures of the run, and no others.
 
     Formal guarantee: `Run.model` is (epsilon, delta)-differentially private for adding or removing
     one record of `train_set`, with `groups` one person and all of their records, as `Run.statement`
@@ -193,6 +196,8 @@ def fit(
     """
     check_observers(observers)
     check_budget(budget)
+    if track is not None:
+        check_track(track)
     if train_set is None and isinstance(model, (str, os.PathLike)):
         model, train_set = AUTO, model
     task = own_task(model, train_set, test_set, Given(schema, classes, image_size, groups))
@@ -286,7 +291,13 @@ def fit(
             if task is None
             else origin_of(task, network, session)
         )
-        with nullcontext() if bar is None else bar:
+        with ExitStack() as open_until_the_end:
+            if track is not None and ranks.is_main:
+                place = None if folder is None else folder.root
+                following = tracked(track, session.plan, session.method.label, place)
+                observers = (*observers, open_until_the_end.enter_context(following))
+            if bar is not None:
+                open_until_the_end.enter_context(bar)
             run = execute(
                 session,
                 folder=folder,
