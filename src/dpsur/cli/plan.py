@@ -292,7 +292,7 @@ def _print_table(found: list[Prospect]) -> None:
         line = f"{row.epsilon:>8g}  {share:>20}"
         if row.lost is not None:
             range_ = f"{100 * row.lost[0]:.1f} to {100 * row.lost[1]:.1f}"
-            line += f"  {range_:>21}  {row.records or '':>19}"
+            line += f"  {range_:>21}  {row.records_for_a_point or '':>19}"
         print(f"{line}  {row.run}")
     print()
 

@@ -63,14 +63,14 @@ class Prospect:
     `run` describes updates and noise, `right_guesses` is the largest share of right guesses about
     membership at even odds (None where it is not known), `lost` the least and the most accuracy
     that privacy is expected to cost, as shares of the records (None where that is not known), and
-    `records` how many are needed for it to cost at most a point.
+    `records_for_a_point` how many are needed for it to cost at most a point.
     """
 
     epsilon: float
     run: str
     right_guesses: float | None
     lost: tuple[float, float] | None = None
-    records: str | None = None
+    records_for_a_point: str | None = None
 
 
 def prospect(
@@ -99,7 +99,7 @@ def with_records_needed(found: Sequence[Prospect], records: int) -> list[Prospec
         elif known:
             first = enough[0] == min(known)[0]
             text = f"{'at most ' if first else ''}{_round(enough[0] / row.epsilon):,}"
-        result.append(replace(row, records=text))
+        result.append(replace(row, records_for_a_point=text))
     return result
 
 
