@@ -24,6 +24,7 @@ from dpsur.per_example import ClippedSum, clipped_norms
 from dpsur.per_example.evaluation import record_losses, record_outputs
 from dpsur.privacy.events import Gaussian, SampledGaussian
 from dpsur.privacy.plan import Plan
+from dpsur.privacy.statement import ACCURACY, BRIER
 
 # Bins of a noisy histogram: half octaves from 2^-24 to 2^24, what lies outside in the end bins.
 LOWEST_OCTAVE, HIGHEST_OCTAVE, BINS_PER_OCTAVE = -24, 24, 2
@@ -33,7 +34,6 @@ EMPTY_BELOW: Final = 2.0
 
 GRADIENT_NORM, LOSS_SCALE = "median gradient norm", "median loss"
 SCORE, LOSS_DECREASE = "score", "clipped loss decrease"
-ACCURACY, BRIER = "training accuracy", "training Brier score"
 # The largest norm of (label right, half the Brier score): a label with the largest probability, p,
 # has a Brier score of at most 1 - p.
 METRICS_NORM: Final = math.sqrt(1.25)

@@ -33,6 +33,8 @@ RECORDS_PER_PERSON = "records_per_person"
 # Whether the size is one that the user declared, so that the true one need not be public.
 DECLARED_SIZE = "declared_size"
 RECORD, PERSON = "record", "person"
+# Noisy values that tests of blocks of updates release of a classifier.
+ACCURACY, BRIER = "training accuracy", "training Brier score"
 # Settings of one gate, or of one optimizer, which the others do not read.
 _SETTINGS_OF = {
     "gate": {

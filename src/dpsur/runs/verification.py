@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
 from dpsur import checks
 from dpsur.environment import versions
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.mechanism.block_tests import ACCURACY, BRIER
 from dpsur.privacy.account import replays
 from dpsur.privacy.accountants.rdp import RenyiFilter
 from dpsur.privacy.budget import Budget
@@ -43,6 +42,8 @@ from dpsur.privacy.plan import Plan
 from dpsur.privacy.rejections import CONSTANT, DELAY, NOT_HIDDEN, least_cap
 from dpsur.privacy.second_opinion import Opinion, statement_opinions
 from dpsur.privacy.statement import (
+    ACCURACY,
+    BRIER,
     BY_CONSTRUCTION,
     CUSTOM_LOOP,
     DECLARED_SIZE,
