@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from dpsur.config import Intervals, Performance
-    from dpsur.engine.microbatches import BatchMemoryManager
+    from dpsur.engine.loader import BatchMemoryManager
     from dpsur.engine.privacy_engine import PrivacyEngine
     from dpsur.functional.model_loss import model_loss
     from dpsur.mechanism.api import dp_gradient, poisson_batches
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from dpsur.tasks.schema import Schema
 
 _HOMES = {
-    "BatchMemoryManager": "dpsur.engine.microbatches",
+    "BatchMemoryManager": "dpsur.engine.loader",
     "BlockGate": "dpsur.mechanism.gates",
     "Budget": "dpsur.privacy.budget",
     "calibrate": "dpsur.privacy.calibrate",

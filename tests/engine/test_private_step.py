@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import dpsur
-from dpsur.engine.private_step import LENGTHS, CollateAlone, PrivateBatch
+from dpsur.engine.loader import LENGTHS, CollateAlone, PrivateBatch
 from dpsur.errors import CouplingError, InvalidInputError, StepError
 
 CLIP = 0.7

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpsur.engine.private_step import Unreadable
+from dpsur.engine.loader import Unreadable
 from dpsur.errors import DpsurError
 from dpsur.functional.process_settings import seeded_globally, widen
 from dpsur.functional.tree import (

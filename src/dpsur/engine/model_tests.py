@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from dpsur.engine.criterion import Criterion
-from dpsur.engine.loader import TestReader
-from dpsur.engine.private_step import augmenting
+from dpsur.engine.loader import TestReader, augmenting
 from dpsur.engine.watch import Watcher
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import mode, output_rows

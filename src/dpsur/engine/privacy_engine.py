@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from dpsur import checks
 from dpsur.distributed import connect
 from dpsur.distributed.ranks import unwrap
-from dpsur.engine.captured import CallGraphs
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.loader import (
     PoissonSampler,
@@ -23,7 +22,6 @@ from dpsur.engine.loader import (
     check_loader,
     plain_loader,
 )
-from dpsur.engine.optimizer import make_private_optimizer
 from dpsur.engine.procedure import FIRST_CLIP_NORM, Mechanism, make_procedure
 from dpsur.engine.setup import (
     parameters_to_train,
@@ -35,7 +33,7 @@ from dpsur.engine.setup import (
 from dpsur.engine.sharding import Sharding, is_sharded
 from dpsur.engine.steps import PrivateLoop
 from dpsur.engine.watch import Watcher
-from dpsur.engine.weights import ModuleWeights
+from dpsur.engine.weights import ModuleWeights, make_private_optimizer
 from dpsur.environment import versions
 from dpsur.errors import (
     BudgetError,
@@ -253,21 +251,13 @@ class PrivacyEngine(PrivateLoop):
         self._watcher = Watcher(
             module, trained, clip_norm, loss_reduction, self, augment, views, sharding
         )
-        sampler = PoissonSampler(units.held, rate, lambda: self._batch_streams(), units.persons)
+        sampler = PoissonSampler(units.held, rate, self._batch_streams, units.persons)
         if max_physical_batch_size is not None:
             checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
             each = 1 if units.persons is None else units.persons.records_each
             sampler.most = max(1, max_physical_batch_size // each)
         if sharding is None:
-            watcher = self._watcher
-            watcher.graphs = CallGraphs(
-                watcher.records,
-                watcher.clip,
-                self.layer_randomness,
-                self._sample,
-                lambda: watcher.max_grad_norm,
-                lambda: sampler.most,
-            )
+            self._watcher.graphs = self._call_graphs(sampler)
         self._loader = PrivateLoader(data_loader, sampler, self, units.length, views)
         if self._private_steps:
             self._loader.collate_alone()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from dpsur import checks
 from dpsur.engine.loader import check_loader
-from dpsur.engine.optimizer import check_optimizer
+from dpsur.engine.weights import check_optimizer
 from dpsur.errors import InvalidInputError, UnsupportedModelError
 from dpsur.functional.persons import DEFAULT_RECORDS, Groups, PersonRecords, number_persons
 from dpsur.per_example.rules import layer_fault

@@ -9,29 +9,29 @@ Tests of blocks need no batch: they are made as soon as they are due.
 """
 
 import hashlib
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import update_wrapper
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpsur.engine.captured import GradientGraphs
+from dpsur.engine.captured import CallGraphs, GradientGraphs
 from dpsur.engine.criterion import Criterion
-from dpsur.engine.loader import Microbatch, PrivateLoader
-from dpsur.engine.loss_graph import REMEDY
-from dpsur.engine.private_step import (
-    Function,
+from dpsur.engine.loader import (
+    Microbatch,
+    PoissonSampler,
     PrivateBatch,
-    PrivateStep,
+    PrivateLoader,
     augmenting,
-    means,
-    modules_of,
     opened,
 )
+from dpsur.engine.loss_graph import REMEDY
 from dpsur.engine.setup import Units
 from dpsur.engine.watch import NO_BATCH, Watcher
 from dpsur.engine.weights import ModuleWeights
@@ -56,7 +56,69 @@ from dpsur.privacy.events import NonPrivate, SampledGaussian
 from dpsur.privacy.statement import PERSON, RECORD
 
 RECORDS_OF_A_DIGEST = 1000  # at most, evenly spaced: reading all of them may take long
+Function = Callable[..., Any]  # of (model, batch, ...)
 COMPARED_EVERY = 50  # steps after which the weights of all ranks are compared
+
+
+@dataclass(eq=False)
+class PrivateStep:
+    """A function of (model, batch, ...) that makes one private step each time it is called.
+
+    Calling it with a batch of the private loader clips each record's gradient, adds noise, charges
+    the step and updates the weights. Further arguments are passed on to the function: numbers that
+    change during training, such as the weight of a KL term, belong there. It returns the loss and
+    other numbers of the function as means over the records of the batch. They are private: do not
+    publish them, and decide nothing by them.
+    """
+
+    function: Function
+    engine: "PrivateLoop" = field(repr=False)
+    # the most records that are worked on at once, where memory is short
+    max_physical_batch_size: int | None = None
+    capture: bool = True  # as CUDA graphs, on a GPU
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise InvalidInputError("private_step takes a function of (model, batch)")
+        update_wrapper(self, self.function)
+
+    def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Make a step with a batch of the private loader."""
+        figures = self.engine.clip_batch(self, batch, args, kwargs)
+        self.engine.update()
+        return figures
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model that the function is called with; None before `make_private`."""
+        return getattr(self.engine, "_module", None)
+
+    def accumulate(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """All of a step but the update, for a trainer that calls `optimizer.step()` itself."""
+        return self.engine.clip_batch(self, batch, args, kwargs)
+
+
+def modules_of(function: Function) -> list[nn.Module]:
+    """Other modules that a function uses by name: a teacher, a generator."""
+    try:
+        seen = inspect.getclosurevars(inspect.unwrap(function))
+    except TypeError:  # no Python function
+        return []
+    found = {**seen.globals, **seen.nonlocals}
+    return [value for value in found.values() if isinstance(value, nn.Module)]
+
+
+def means(parts: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """Means over records of what a function returned for some of them at a time."""
+    if not parts:
+        return {"loss": torch.tensor(torch.nan)}
+    names = [name for name in parts[0][1] if all(name in figures for _, figures in parts)]
+    found = {"loss": torch.cat([losses for losses, _ in parts]).mean()}
+    for name in names:
+        values = [figures[name] for _, figures in parts]
+        if all(value.is_floating_point() and value[0].numel() == 1 for value in values):
+            found[name] = torch.cat([value.reshape(len(value)) for value in values]).mean()
+    return found
 
 
 class PrivateLoop:
@@ -133,6 +195,18 @@ class PrivateLoop:
     def _sample(self) -> tuple[int, float]:
         """The records that this rank draws from, and at which rate."""
         return -(-self._units.size // self._streams.ranks.size), self._units.rate
+
+    def _call_graphs(self, sampler: PoissonSampler) -> CallGraphs:
+        """Where calls of the module are captured."""
+        watcher = self._watcher
+        return CallGraphs(
+            watcher.records,
+            watcher.clip,
+            self.layer_randomness,
+            self._sample,
+            lambda: watcher.max_grad_norm,
+            lambda: sampler.most,
+        )
 
     def _batch_streams(self) -> Streams:
         """Batches are drawn on the host."""

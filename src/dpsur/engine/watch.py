@@ -9,6 +9,8 @@ gradient is clipped and added to the sum of the batch. `torch.autograd.backward`
 frees what it has saved.
 """
 
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,10 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from dpsur.engine.backward import leave_backward, watch_backward
 from dpsur.engine.captured import CallGraphs, CapturedCall, Sums, rows_with_nan
-from dpsur.engine.gradients import Gradients
 from dpsur.engine.loss_graph import REMEDY, Cut, calls_meet, check_loss_graph
 from dpsur.engine.sharding import Sharding
 from dpsur.errors import CouplingError, StepError, UnsupportedModelError
@@ -32,10 +33,12 @@ from dpsur.functional.tree import Params, describe_rows, map_tensors, tensors_of
 from dpsur.per_example.augmentation import Augment, augmented
 from dpsur.per_example.clipping import clip_tape
 from dpsur.per_example.record_function import RecordFunction
+from dpsur.per_example.record_level import only_trusted_rules
 from dpsur.per_example.tape import Tape
 
 if TYPE_CHECKING:
     from dpsur.engine.steps import PrivateLoop
+
 
 _T = TypeVar("_T")
 NO_BATCH = (
@@ -59,6 +62,80 @@ class WatchedCall:
     differentiated: bool = False
     replay: CapturedCall | None = None  # instead of a tape
     given: list[Tensor] = field(default_factory=list)
+
+
+class Gradients:
+    """What stands in `.grad`: zeros after a backward pass, the private gradient after a step."""
+
+    def __init__(self, trained: dict[str, nn.Parameter]) -> None:
+        self._trained = trained
+        self._grads: dict[str, tuple[Tensor, int]] = {}
+
+    def mark(self, unwatched: str | None) -> None:
+        """Put zeros into `.grad`, where other code that clips or adds gradients leaves a trace."""
+        self.check(unwatched, cleared=True)
+        self._put(torch._foreach_zero_)
+
+    def check(self, unwatched: str | None, *, cleared: bool = False) -> None:
+        """Refuse gradients that do not come from the clipped sum, or that were changed."""
+        for name, value in self._trained.items():
+            grad = value.grad
+            if grad is None:
+                if cleared:
+                    continue
+                raise StepError(
+                    "gradients were cleared between backward() and step(); call zero_grad() "
+                    "before the forward pass"
+                )
+            ours, version = self._grads.get(name, (None, 0))
+            if grad is not ours:
+                raise StepError(
+                    f"parameter {name} has a gradient that was not clipped per record: "
+                    + (unwatched or "it was used outside of the model's own call")
+                )
+            if not cleared and grad._version != version:
+                raise StepError(
+                    f"the gradient of {name} was changed between backward() and step() (by "
+                    "clip_grad_norm_, a GradScaler or another library); remove that: the private "
+                    "gradient is made in step() and is clipped per record already"
+                )
+
+    def check_others(self, optimizer: Optimizer) -> None:
+        """Refuse gradients of parameters that are not trained here: they have no noise."""
+        trained = {id(value) for value in self._trained.values()}
+        for group in optimizer.param_groups:
+            for value in group["params"]:
+                if id(value) in trained or value.grad is None or not value.grad.any():
+                    continue
+                raise StepError(
+                    f"the optimizer has a parameter of shape {tuple(value.shape)} that was added "
+                    "or frozen, with a gradient that is neither clipped nor noisy; give it another "
+                    "optimizer, or build the model first, then call make_private"
+                )
+
+    def write(self, gradients: Params, sharding: Sharding | None) -> None:
+        """Hand the private gradient to the optimizer."""
+
+        def copy(grads: list[Tensor]) -> None:
+            if sharding is None:
+                torch._foreach_copy_(grads, [gradients[name] for name in self._trained])
+                return
+            for name, grad in zip(self._trained, grads, strict=True):
+                grad.copy_(sharding.distribute(name, gradients[name]))
+
+        self._put(copy)
+
+    def _put(self, fill: Callable[[list[Tensor]], None]) -> None:
+        """Fill all gradients at once, and note what they are now."""
+        grads = [
+            self._grads[name][0] if name in self._grads else torch.zeros_like(value)
+            for name, value in self._trained.items()
+        ]
+        fill(grads)
+        for (name, value), grad in zip(self._trained.items(), grads, strict=True):
+            if value.grad is not grad:
+                value.grad = grad
+            self._grads[name] = grad, grad._version
 
 
 class Watcher:
@@ -652,3 +729,72 @@ def _row_count(inputs: Arguments) -> int:
                 "row per record in its first dimension (batch_first=True)"
             )
     return rows
+
+
+_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+_plain_backward: Callable[..., None] | None = None
+
+
+def watch_backward(watcher: Any) -> None:
+    """Ask a watcher about every loss from now on."""
+    _watchers.add(watcher)
+    _wrap_backward()
+
+
+def leave_backward(watcher: Any) -> None:
+    """Ask it no longer."""
+    _watchers.discard(watcher)
+
+
+def _wrap_backward() -> None:
+    """Let watched losses be inspected before autograd differentiates them."""
+    global _plain_backward
+    if _plain_backward is not None:
+        return
+    _plain_backward = torch.autograd.backward
+    plain = _plain_backward
+
+    @functools.wraps(plain)
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        found = [
+            (watcher, loss, calls)
+            for loss in ([tensors] if isinstance(tensors, Tensor) else list(tensors))
+            if isinstance(loss, Tensor)
+            for watcher in list(_watchers)
+            if (calls := watcher.reached(loss))
+        ]
+        if not found:
+            plain(tensors, grad_tensors, retain_graph, create_graph, *args, **options)
+            return
+        if len(found) > 1:
+            raise StepError("several losses in one backward pass; add them up first")
+        watcher, loss, calls = found[0]
+        if grad_tensors is not None and any(
+            one is not None
+            for one in ([grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors)
+        ):
+            raise StepError("backward(gradient=...) is not supported; reduce the loss to a number")
+        if create_graph:
+            raise StepError("create_graph=True is not supported in a private backward pass")
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            raise StepError(
+                f"the loss is in {loss.dtype}, in which a record's gradient is rounded by the size "
+                "of the batch; compute it from outputs.float()"
+            )
+        # Each record's gradient from the start: a mean over the batch would divide it by the number
+        # of records, and what is rounded after that would depend on the others. The rest is what a
+        # record's gradient still has to be multiplied by, which depends on that record alone.
+        first, rest = watcher.before_backward(calls, loss)
+        start = torch.ones_like(loss) * first
+        with only_trusted_rules():
+            plain([loss], [start.to(loss.dtype)], retain_graph, False, *args, **options)
+        watcher.after_backward(calls, rest)
+
+    torch.autograd.backward = backward

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from dpsur.engine.loader import PrivateBatch
 from dpsur.engine.privacy_engine import PrivacyEngine
-from dpsur.engine.private_step import PrivateBatch
 from dpsur.errors import InvalidInputError
 
 

@@ -1,5 +1,5 @@
 """`BatchMemoryManager`."""
 
-from dpsur.engine.microbatches import BatchMemoryManager
+from dpsur.engine.loader import BatchMemoryManager
 
 __all__ = ["BatchMemoryManager"]
