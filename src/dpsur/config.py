@@ -36,6 +36,7 @@ from dpsur.presets import AUTO, ENCODER, PRESETS, DataFacts, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.rejections import NOT_HIDDEN, WAYS_TO_HIDE
+from dpsur.privacy.statement import PERSON, RECORD
 from dpsur.tasks import DEFAULT_TASK, TASKS, Declared, Task, task_named
 from dpsur.tasks.declared import NOTHING
 
@@ -272,6 +273,21 @@ class RunConfig(checks.NamedArguments):
         metavar="K",
         group=PRIVACY,
     )
+    sampling: str = option(
+        PERSON,
+        "with --group-by: draw persons for a batch, each of whom adds one gradient, or records, "
+        "each of which adds its own; record needs --records, method dpsgd and the gate none",
+        (PERSON, RECORD),
+        group=PRIVACY,
+    )
+    records: int | None = option(
+        None,
+        "a public size of the data set where the true number of records (or of persons) is not "
+        "public; rates, noise and delta follow from it alone",
+        check=checks.at_least_one,
+        metavar="N",
+        group=PRIVACY,
+    )
     ledger: str | PathLike[str] | None = option(
         None,
         "book what the run may spend in this ledger of the data set before it starts, and refuse "
@@ -351,6 +367,8 @@ class RunConfig(checks.NamedArguments):
     def _check_groups(self) -> None:
         """Refuse by name what parts the records of a person, or needs a column of persons."""
         column, most = self.declared.group_by, self.records_per_person
+        if self.task is not None and column is None and self.sampling == RECORD:
+            raise InvalidInputError("sampling record needs --group-by COLUMN")
         if self.task is not None and column is None and most is not None:
             raise InvalidInputError(f"records_per_person {most} needs --group-by COLUMN")
         parting = {"holdout": self.holdout, "keep_fraction": self.keep_fraction}

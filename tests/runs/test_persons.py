@@ -194,7 +194,33 @@ def every_record_counts(monkeypatch):
     )
 
 
+def joining_one_by_one(most=MOST):
+    """How far the clipped sum moves when a person is left out, whose records are drawn alone."""
+    inputs, targets, names = records()
+    given = {
+        "sampling": "record",
+        "records": 40,
+        "method": dpsur.Dpsgd(updates=2, batch_size=4, gate="none"),
+    }
+    session = session_of(inputs, targets, names, **given)
+    whole = flat_sum(session)
+    assert session.plan.typical.update.records == most
+    found = []
+    for person in names.unique():
+        left = names != person
+        part = session_of(inputs[left], targets[left], names[left], **given)
+        found.append(float((whole - flat_sum(part)).norm()))
+    return found
+
+
+def records_of_a_person_move_the_sum_by_at_most_k_norms():
+    moved = joining_one_by_one()
+    assert max(moved) <= MOST * CLIP * (1 + 1e-5)
+    assert max(moved) > CLIP
+
+
 MUTANTS = [
+    Mutant(records_of_a_person_move_the_sum_by_at_most_k_norms, records_not_limited),
     Mutant(a_person_moves_the_sum_by_at_most_the_clip_norm, person_sampled_twice),
     Mutant(a_person_moves_the_sum_by_at_most_the_clip_norm, clipped_per_record),
     Mutant(a_person_is_one_row_with_at_most_k_records, person_sampled_twice),
@@ -406,7 +432,72 @@ def test_histograms_of_persons_have_their_weights():
     assert float(heavy[0, middle]) > 0.4
 
 
+def test_records_of_persons_are_drawn_one_by_one(tmp_path, capsys):
+    inputs, targets, names = records(people=30)
+    run = dpsur.fit(
+        nn.Linear(6, 3),
+        (inputs, targets),
+        budget=dpsur.Budget(4.0, 1e-3),
+        method=dpsur.Dpsgd(updates=4, batch_size=8, gate="none"),
+        groups=names,
+        records_per_person=MOST,
+        sampling="record",
+        records=70,
+        out=tmp_path / "run",
+        progress=False,
+    )
+    stated = run.statement
+    assert stated["unit"] == UNITS["person"]
+    assert stated["dataset_size"] == 70
+    assert stated["public"] == {
+        "records_per_person": MOST,
+        "sampled_by": "record",
+        "declared_size": True,
+    }
+    update = stated["mechanism"]["trial"]["update"]
+    assert update["records"] == MOST
+    assert update["sample_rate"] == 8 / 70
+    assert stated["guarantee"]["epsilon"] <= 4.0
+    assert "a mixture of Gaussians" in stated["sampler"]
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    assert "confirmed by dp-accounting" in capsys.readouterr().out
+    public = stated["public"]
+    assert statement_faults({**stated, "public": {**public, "records_per_person": 1}})[0] != []
+    assert statement_faults({**stated, "public": {"records_per_person": MOST}})[0] != []
+
+
+def test_a_declared_size_decides_everything_that_is_charged():
+    inputs, targets, _ = records(people=30)
+    plans, sizes = set(), set()
+    for some in (slice(None), slice(5, None)):
+        run = dpsur.fit(
+            nn.Linear(6, 3),
+            (inputs[some], targets[some]),
+            budget=dpsur.Budget(4.0, 1e-3),
+            method=dpsur.Dpsgd(updates=4, batch_size=8, gate="none"),
+            records=200,
+            progress=False,
+        )
+        plans.add(str(run.plan.to_json()))
+        sizes.add(run.statement["dataset_size"])
+        assert statement_faults(run.statement)[0] == []
+    assert len(plans) == 1
+    assert sizes == {200}
+    assert "need not be public" in run.statement["adjacency"]
+
+
 BAD = [
+    ({"groups": list(range(12)), "sampling": "record"}, "needs records"),
+    (
+        {
+            "groups": list(range(12)),
+            "sampling": "record",
+            "records": 12,
+            "method": dpsur.Dpsgd(updates=2, batch_size=4, gate="loss"),
+        },
+        "a gate or paid metrics",
+    ),
+    ({"sampling": "record"}, "needs groups"),
     ({"groups": [0, 1]}, "2 records"),
     ({"groups": "who"}, "groups must name"),
     ({"groups": [None] * 12}, "belong to nobody"),
@@ -424,7 +515,6 @@ def test_what_is_not_bounded_for_a_person_is_refused(given, words):
             nn.Linear(6, 3),
             (torch.randn(12, 6), torch.arange(12) % 3),
             budget=dpsur.Budget(4.0, 1e-3),
-            method=dpsur.Dpsgd(updates=2, batch_size=4),
             progress=False,
-            **given,
+            **{"method": dpsur.Dpsgd(updates=2, batch_size=4), **given},
         )

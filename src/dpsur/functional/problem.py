@@ -227,6 +227,8 @@ class Problem(Objective):
     """What is to be learned: an objective and the private records."""
 
     train: Examples
+    # a public size, where the number of records is not
+    declared_size: int | None = None
     # What is computed once about the records, for this problem alone: `per_example/tape.py`.
     tables: dict[Hashable, Tensor | int | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -234,6 +236,11 @@ class Problem(Objective):
 
     def __repr__(self) -> str:
         return f"Problem({type(self.model).__name__}, {self.train!r})"
+
+    @property
+    def size(self) -> int:
+        """The number of records by public knowledge, which means are divided by."""
+        return len(self.train) if self.declared_size is None else self.declared_size
 
 
 def drop_weights(model: nn.Module) -> None:

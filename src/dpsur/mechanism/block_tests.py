@@ -78,7 +78,7 @@ class RecordTests:
     @property
     def records(self) -> int:
         """The size of the data set."""
-        return len(self.sampler.problem.train)
+        return self.sampler.problem.size
 
     @cached_property
     def classes(self) -> int:

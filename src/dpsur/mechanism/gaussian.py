@@ -306,4 +306,4 @@ def dp_mean_gradient(
         ranks=batch.ranks,
         at_once=batch.at_once,
     )
-    return noisy_mean(total, noise_multiplier, sample_rate * len(problem.train), noise)
+    return noisy_mean(total, noise_multiplier, sample_rate * problem.size, noise)

@@ -212,7 +212,7 @@ class Dpis(GradientMethod):
         assert self.batch_size is not None
         assert self.refresh_every is not None
         assert self.norm_noise_multiplier is not None
-        norms = SampledGaussian(self.norm_rate(len(problem.train)), self.norm_noise_multiplier)
+        norms = SampledGaussian(self.norm_rate(problem.size), self.norm_noise_multiplier)
         steering = Steering(
             self.batch_size,
             self.max_grad_norm,

@@ -226,6 +226,9 @@ class GradientMethod(OptimizerMethod):
         "stays that of the whole run (with metrics_budget, gate none)",
         group=METRICS,
     )
+    records_joining: int | None = option(
+        None, "records of a person, each of which joins a batch by itself", command_line=False
+    )
     metrics: InitVar[Metrics | None] = None
     test_error: float | None = option(
         None,
@@ -495,7 +498,8 @@ class GradientMethod(OptimizerMethod):
 
     def _trial(self, dataset_size: int, noise_multiplier: float) -> Trial:
         assert self.batch_size is not None
-        update = SampledGaussian(self.batch_size / dataset_size, noise_multiplier)
+        rate, joining = self.batch_size / dataset_size, self.records_joining or 1
+        update = SampledGaussian(rate, noise_multiplier, joining)
         return Trial(update, None if self.gate == NO_GATE else self._test(dataset_size))
 
     def _test(self, dataset_size: int) -> Test:

@@ -10,7 +10,9 @@ from typing import Any
 from dpsur.privacy.events import NoisyChoice, SampledGaussian
 from dpsur.privacy.statement import (
     DECLARED_SIZE,
+    RECORD,
     RECORDS_PER_PERSON,
+    SAMPLED_BY,
     format_epsilon,
     shown_settings,
     unit_of,
@@ -132,8 +134,10 @@ def _assumptions(words: Words, statement: Mapping[str, Any]) -> str:
 
 def _guarantee_rows(words: Words, statement: Mapping[str, Any]) -> Rows:
     guarantee, figures = statement["guarantee"], statement["epsilon"]
-    kind = "size declared" if DECLARED_SIZE in statement["public"] else "size"
-    size = words.rows(f"{unit_of(statement)} {kind}", size=statement["dataset_size"])
+    public = statement["public"]
+    kind = "size declared" if DECLARED_SIZE in public else "size"
+    counted = RECORD if SAMPLED_BY in public else unit_of(statement)
+    size = words.rows(f"{counted} {kind}", size=statement["dataset_size"])
     released = words.rows("released", released=", ".join(statement["released"]))
     if not _is_private(guarantee):
         return [*words.rows("no privacy", nothing=words["no guarantee"]), *size, *released]

@@ -32,6 +32,8 @@ BY_CONSTRUCTION, WAS_CHECKED = "by construction", "checked"
 RECORDS_PER_PERSON = "records_per_person"
 # Whether the size is one that the user declared, so that the true one need not be public.
 DECLARED_SIZE = "declared_size"
+# With persons: whether records are drawn for a batch one by one, in the place of persons.
+SAMPLED_BY = "sampled_by"
 RECORD, PERSON = "record", "person"
 # Noisy values that tests of blocks of updates release of a classifier.
 ACCURACY, BRIER = "training accuracy", "training Brier score"
@@ -150,7 +152,7 @@ def privacy_statement(
         "adjacency": words[f"{unit} adjacency{' declared' * (DECLARED_SIZE in facts.public)}"],
         "dataset_size": facts.dataset_size,
         "public": dict(facts.public),
-        "sampler": words[f"{unit} sampler"],
+        "sampler": words[f"{unit} sampler{' by record' * (SAMPLED_BY in facts.public)}"],
         "independence": {"how": facts.independence, "meaning": words[facts.independence]},
         "mechanism": stated_mechanism(plan, ledger),
         "accepted_updates": ledger.updates if plan.verdicts_are_public else plan.kept,

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from dpsur.functional.tree import tensors_of
 from dpsur.mechanism.random_numbers import prepare_kernels
 from dpsur.mechanism.streams import Streams
 from dpsur.methods import Method
+from dpsur.methods.gradient_method import GradientMethod
 from dpsur.per_example import check_model
 from dpsur.per_example.augmentation import Augment, check_augmentation
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
@@ -145,7 +147,11 @@ def build_session(
     persons = None
     if groups is not None:
         train, persons = choose_records(train, groups)
-    method, plan = _settle(config, len(train if persons is None else persons), features)
+    by_record = persons is not None and config.sampling == RECORD
+    if by_record:
+        config = _by_record(config, groups)
+    held = len(train if persons is None or by_record else persons)
+    method, plan = _settle(config, config.records or held, features)
     if config.ledger is not None:
         unit = RECORD if groups is None else PERSON
         booking = ranks.from_main(lambda: _book(config, plan, unit, train, booking)).decode()
@@ -153,13 +159,14 @@ def build_session(
     inputs = compute_inputs(features, train, test, streams, released, persons)
     test = None if inputs.test is None else inputs.test.to(device)
     units = inputs.train
-    if persons is not None:
+    if persons is not None and not by_record:
         units, loss = persons.gather(units), PersonLoss(loss)
     records = place(units, device, config.performance.data_bytes)
     problem = Problem(
         model,
         loss,
         records,
+        config.records,
         bf16=config.performance.bf16,
         augment=augment,
         views=views,
@@ -183,6 +190,25 @@ def build_session(
         records_per_person=None if groups is None else groups.records_each,
         booking=booking,
     )
+
+
+def _by_record(config: RunConfig, groups: Groups | None) -> RunConfig:
+    """The config of a run that draws records of persons; refuses what is not bounded then."""
+    method = config.method
+    if config.records is None:
+        raise InvalidInputError(
+            "sampling record needs records=..., a public number: how many records there are "
+            "depends on how many each person has, which is private"
+        )
+    plain = isinstance(method, GradientMethod) and method.gate == "none"
+    if not plain or getattr(method, "metrics_budget", None) is not None:
+        raise InvalidInputError(
+            "sampling record is for updates alone: a gate or paid metrics would be bounded per "
+            "record, not per person; use Dpsgd(gate='none'), or sample persons"
+        )
+    assert groups is not None
+    joining: dict[str, Any] = {"records_joining": groups.records_each}
+    return replace(config, method=replace(method, **joining))
 
 
 def _book(config: RunConfig, plan: Plan, unit: str, train: Examples, booked: str | None) -> bytes:

@@ -42,7 +42,11 @@ from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.rejections import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import (
+    DECLARED_SIZE,
+    PERSON,
+    RECORD,
     RECORDS_PER_PERSON,
+    SAMPLED_BY,
     RunFacts,
     planned_warnings,
     privacy_statement,
@@ -123,6 +127,8 @@ def fit(
     views: int = 1,
     groups: Any = None,
     records_per_person: int | None = None,
+    sampling: str = PERSON,
+    records: int | None = None,
     ledger: str | os.PathLike[str] | None = None,
     observers: Sequence[Observer] = (),
     progress: bool = True,
@@ -184,6 +190,11 @@ def fit(
             person adds one gradient, the mean over their records, clipped once.
         records_per_person: how many records of a person are used at most (default: 16); a public
             number. Which they are follows from that person's records alone.
+        sampling: with `groups`, "person" draws persons for a batch, "record" draws records, of
+            which a person has at most `records_per_person`; the noise then hides as many of
+            theirs as may join. It needs `records` and `Dpsgd(gate="none")`.
+        records: a public size of the data set, where the true number of records (or of persons) is
+            not public. Rates, noise and delta follow from it alone.
         ledger: the ledger of the data set, in which the run books what it may spend before it
             starts; a run above the ledger's total is refused.
         observers: are called after every trial. What they see is private.
@@ -207,6 +218,8 @@ def fit(
         for text in task.warnings:
             warnings.warn(text, UserWarning, stacklevel=_caller())
     loss = F.cross_entropy if loss is None else loss
+    if sampling == RECORD and groups is None:
+        raise InvalidInputError("sampling record needs groups=..., the person of each record")
     grouped = _groups(groups, records_per_person, train_set, task)
     held = None
     if holdout is not None:
@@ -219,7 +232,7 @@ def fit(
         network = task_network(task, model, asked or task.auto_features)
         if model == AUTO and method is None:
             facts = {"device": str(device), "max_updates": max_updates}
-            task = replace(task, records=_units(train_set, grouped))
+            task = replace(task, records=records or _units(train_set, grouped))
             chosen = choose_for_task(task, features, normalisation, accounting, budget, facts)
             method, features, normalisation, network, reasons = chosen
         elif model == AUTO:
@@ -233,7 +246,7 @@ def fit(
     assert not isinstance(model, str)
     if method is None:
         method, normalisation, reasons = choose_for_model(
-            records=_units(train_set, grouped),
+            records=records or _units(train_set, grouped),
             features=features,
             normalisation=normalisation,
             accounting=accounting,
@@ -253,6 +266,8 @@ def fit(
         normalisation=normalisation,
         max_updates=max_updates,
         holdout=holdout,
+        sampling=sampling,
+        records=records,
         ledger=ledger,
         hide_rejections=hide_rejections,
         seed=seed,
@@ -472,10 +487,14 @@ def what_is_predicted(session: Session) -> str | None:
 
 
 def with_persons(origin: Origin, session: Session) -> Origin:
-    """The origin with the number of records per person, which the user declared, if any."""
-    if session.records_per_person is None:
-        return origin
-    declared = {RECORDS_PER_PERSON: session.records_per_person}
+    """The origin with what the user declared of persons and of the size of the data."""
+    declared: dict[str, Any] = {}
+    if session.records_per_person is not None:
+        declared[RECORDS_PER_PERSON] = session.records_per_person
+        if session.config.sampling == RECORD:
+            declared[SAMPLED_BY] = RECORD
+    if session.problem.declared_size is not None:
+        declared[DECLARED_SIZE] = True
     return replace(origin, public={**origin.public, **declared})
 
 
@@ -502,7 +521,7 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
         scores = evaluate(session.problem, released, session.test)
     model = released_model(session.original, session.layers, released)
     facts = RunFacts(
-        dataset_size=len(session.problem.train),
+        dataset_size=session.problem.size,
         method=session.method.label,
         settings=asdict(session.method),
         seeded=session.streams.seeded,

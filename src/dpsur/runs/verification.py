@@ -49,7 +49,9 @@ from dpsur.privacy.statement import (
     DECLARED_SIZE,
     EARLIER,
     FORMAT,
+    RECORD,
     RECORDS_PER_PERSON,
+    SAMPLED_BY,
     WAS_CHECKED,
     RunFacts,
     Statement,
@@ -106,6 +108,7 @@ PUBLIC = (
     "inputs",
     RECORDS_PER_PERSON,
     DECLARED_SIZE,
+    SAMPLED_BY,
 )
 INPUTS = ("images", "texts")
 HELD_OUT = ("quantity", "value", "standard_error")
@@ -294,6 +297,7 @@ def _rebuilt(statement: Mapping[str, Any], plan: Plan, made: Ledger) -> Statemen
     checks.one_of("hide_rejections", way, _ways_to_hide(plan))
     size = checks.whole("dataset_size", statement["dataset_size"], 1)
     _check_declared(statement["public"])
+    _check_sampling(statement["public"], plan)
     test, held = statement.get("test"), statement.get("holdout")
     facts = RunFacts(
         dataset_size=size,
@@ -367,6 +371,17 @@ def _check_declared(public: Mapping[str, Any]) -> None:
     schema = public.get("schema", {"columns": {}, "target": {}})
     if not all(isinstance(schema[part], Mapping) for part in ("columns", "target")):
         raise InvalidInputError("public.schema does not declare columns and a target")
+
+
+def _check_sampling(public: Mapping[str, Any], plan: Plan) -> None:
+    """Where records of a person join one by one, as many of them are charged."""
+    by_record = SAMPLED_BY in public
+    if by_record and (public[SAMPLED_BY] != RECORD or DECLARED_SIZE not in public):
+        raise InvalidInputError(f"public.{SAMPLED_BY} is not what releases state there")
+    due = public.get(RECORDS_PER_PERSON) if by_record else 1
+    charged = {getattr(one.update, "records", 1) for phase in plan.phases for one in phase.choices}
+    if charged != {due}:
+        raise InvalidInputError(f"updates are not charged for {due} records of a person")
 
 
 def _test_figures(test: Mapping[str, Any]) -> dict[str, Any]:
