@@ -61,6 +61,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.tables",
         "the default on real tables, beside other private models (CPU, an hour)",
     ),
+    "persons": (
+        "reproduction.experiments.persons",
+        "persons as the unit, by both samplers, against records (CPU, half an hour)",
+    ),
     "tables-rule": (
         "reproduction.experiments.tables_rule",
         "settings of the default for tables, one changed at a time (CPU, minutes)",
