@@ -172,10 +172,11 @@ def _kinds(hint: Any) -> tuple[type, ...]:
 
 
 def by_heading(options: Iterable[Option]) -> dict[str, list[Option]]:
-    """Options under their headings; those of one method come last."""
+    """Options of the command line under their headings; those of one method come last."""
     found: dict[str, list[Option]] = {heading: [] for heading in HYPER_PARAMETERS}
     for each in options:
-        found.setdefault(each.group, []).append(each)
+        if each.field.metadata["command_line"]:
+            found.setdefault(each.group, []).append(each)
     return {heading: listed for heading, listed in found.items() if listed}
 
 

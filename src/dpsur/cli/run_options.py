@@ -78,7 +78,7 @@ def add_method_options(parser: argparse.ArgumentParser) -> None:
 
 def given_method_options(options: argparse.Namespace) -> dict[str, Any]:
     """The hyper-parameters that were given."""
-    found = {name: getattr(options, name) for name in _owners()}
+    found = {name: getattr(options, name, None) for name in _owners()}
     return {name: value for name, value in found.items() if value is not None}
 
 
