@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dpsur.mechanism import random_numbers
-from dpsur.mechanism.random_numbers import Key, cipher_numbers, philox_numbers
+from dpsur.mechanism import streams as random_numbers
+from dpsur.mechanism.streams import Key, cipher_numbers, philox_numbers
 
 CPU = torch.device("cpu")
 KEYS = {"chacha": Key(bytes(range(32))), "philox": Key(bytes(range(16)))}

@@ -5,8 +5,9 @@ import pytest
 import torch
 from scipy import stats
 
-from dpsur.mechanism import gaussian, random_numbers
+from dpsur.mechanism import gaussian
 from dpsur.mechanism import gaussian as sampling
+from dpsur.mechanism import streams as random_numbers
 from dpsur.mechanism.gaussian import exact_batch, padded_batch, padded_size, poisson_sample
 from dpsur.mechanism.streams import BATCH
 from dpsur.per_example import ClippedSum

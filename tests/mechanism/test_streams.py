@@ -6,7 +6,7 @@ import torch
 
 from dpsur.distributed import Ranks
 from dpsur.errors import CheckpointError
-from dpsur.mechanism import random_numbers
+from dpsur.mechanism import streams as random_numbers
 from dpsur.mechanism.streams import (
     BATCH,
     INIT,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.cuda import _utils
 
-from dpsur.mechanism import random_numbers
+from dpsur.mechanism import streams as random_numbers
 from dpsur.per_example.kernels import nvrtc
 
 SOURCE = 'extern "C" __global__ void one() {}\nextern "C" __global__ void two() {}\n'

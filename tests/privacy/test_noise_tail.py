@@ -13,7 +13,7 @@ from scipy.special import log_ndtr
 
 from dpsur.cli import main
 from dpsur.errors import BudgetError
-from dpsur.mechanism import random_numbers
+from dpsur.mechanism import streams as random_numbers
 from dpsur.privacy import accounting
 from dpsur.privacy.accountants import noise_tail
 from dpsur.privacy.accountants.losses import hockey_stick

@@ -459,8 +459,7 @@ def _torn_checkpoint(site: Site) -> Fault | None:
 
 def _redrawn(site: Site) -> Fault | None:
     """A resumed run that draws with another key than it was started with."""
-    from dpsur.mechanism.random_numbers import Key
-    from dpsur.mechanism.streams import Streams
+    from dpsur.mechanism.streams import Key, Streams
 
     def other_key(self: Streams, positions: object) -> None:
         self.key = Key(bytes(len(self.key.content)))

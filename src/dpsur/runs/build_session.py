@@ -19,8 +19,7 @@ from dpsur.functional.persons import Groups, PersonLoss, choose_records
 from dpsur.functional.problem import LossFunction, Problem, drop_weights
 from dpsur.functional.records import Examples, StreamedExamples, place
 from dpsur.functional.tree import tensors_of
-from dpsur.mechanism.random_numbers import prepare_kernels
-from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.streams import Streams, prepare_kernels
 from dpsur.methods import Method
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.per_example import check_model

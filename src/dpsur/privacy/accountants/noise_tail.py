@@ -1,6 +1,6 @@
 """What the missing tail of the noise adds to delta.
 
-Normal draws are made in pairs from uniform draws of 53 bits (`mechanism/random_numbers.py`), so a
+Normal draws are made in pairs from uniform draws of 53 bits (`mechanism/streams.py`), so a
 pair ends at a radius of 8.57 standard deviations. Where a record moves a sum beyond what noise can
 reach, its presence is certain. docs/privacy.md, section 15, derives the bound that is computed.
 """
