@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import dpsur
 from dpsur.engine.loader import LENGTHS, CollateAlone, PrivateBatch
-from dpsur.errors import CouplingError, InvalidInputError, StepError
+from dpsur.errors import CouplingError, InvalidInputError, StepError, UnsupportedModelError
 
 CLIP = 0.7
 
@@ -468,6 +468,18 @@ def test_the_log_names_the_line_that_cannot_be_batched(caplog):
     line = reads_values.__code__.co_firstlineno + 2
     assert "reads values of a tensor into Python" in caplog.text
     assert f"({Path(__file__).name}, line {line})" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_what_cannot_be_watched_or_bounded_is_refused_by_name():
+    complex_weights = nn.Sequential(nn.Linear(6, 3))
+    complex_weights.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    for model, words in (
+        (torch.jit.script(nn.Sequential(nn.Linear(6, 3))), "compiled by TorchScript"),
+        (complex_weights, "parameter phase is complex"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=words):
+            private(model)
 
 
 def test_dropout_one_record_at_a_time_is_no_state():

@@ -71,7 +71,8 @@ _ELEMENTWISE = {
     *("Abs", "Neg", "Exp", "Expm1", "Log", "Log1P", "Log2", "Log10", "Sqrt", "Rsqrt", "Square"),
     *("Sigmoid", "Tanh", "Relu", "LogSigmoid", "Softplus", "Gelu", "Silu", "Erf", "Sin", "Cos"),
     *("Clamp", "ClampMin", "ClampMax", "Pow", "Reciprocal", "ToCopy", "Clone", "Alias", "Sgn"),
-    *("NanToNum", "Elu", "LeakyRelu", "Hardtanh", "Huber", "Xlogy", "Lgamma"),
+    *("NanToNum", "Elu", "LeakyRelu", "Hardtanh", "Huber", "Xlogy", "Lgamma", "Digamma"),
+    *("Tan", "Sinh", "Cosh", "Asin", "Acos", "Atan", "Asinh", "Acosh", "Atanh", "Erfc", "Mish"),
 }
 _ARGUMENTS = (
     *("min", "max", "min_val", "max_val", "exponent", "other", "alpha", "beta", "threshold"),
@@ -343,6 +344,9 @@ class _Walk:
             "Cat",
             "Stack",
             "Split",
+            "Cumsum",
+            "Sort",
+            "Topk",
         ):
             return self._within_records(node, kind, rows, shape)
         if kind == "Index" and len(rows) == 1:

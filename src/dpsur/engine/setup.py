@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ from dpsur.engine.loader import check_loader
 from dpsur.engine.weights import check_optimizer
 from dpsur.errors import InvalidInputError, UnsupportedModelError
 from dpsur.functional.persons import DEFAULT_RECORDS, Groups, PersonRecords, number_persons
+from dpsur.per_example.model_check import refuse_complex
 from dpsur.per_example.rules import layer_fault
 from dpsur.privacy.account import ACCOUNTING
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
@@ -42,7 +44,10 @@ def parameters_to_train(
     check_optimizer(optimizer)
     check_loader(data_loader)
     for name, part in module.named_modules():
-        fault = layer_fault(part) if part.training and isinstance(part, _BatchNorm) else None
+        early = isinstance(part, torch.jit.ScriptModule) or (
+            part.training and isinstance(part, _BatchNorm)
+        )
+        fault = layer_fault(part) if early else None
         if fault is not None:
             raise UnsupportedModelError(fault.describe(name, part))
     names = {id(value): name for name, value in module.named_parameters()}
@@ -65,6 +70,8 @@ def parameters_to_train(
                 f"parameter {name} requires a gradient but is not in the optimizer; freeze it "
                 "with requires_grad_(False), or add it to the optimizer"
             )
+    for name, value in trained.items():
+        refuse_complex(name, value)
     if not trained:
         raise InvalidInputError("no parameter in the optimizer requires a gradient")
     count = sum(value.numel() for value in trained.values())

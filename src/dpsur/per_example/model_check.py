@@ -93,6 +93,7 @@ def _check_parameters(model: nn.Module) -> None:
             "the model has no parameter that requires a gradient; unfreeze the layers to train"
         )
     for name, value in trainable:
+        refuse_complex(name, value)
         if value.dtype not in (torch.float32, torch.float64):
             raise UnsupportedModelError(
                 f"parameter {name} is {value.dtype}; convert the model with model.float()"
@@ -101,6 +102,15 @@ def _check_parameters(model: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"parameter {name} holds values that are not finite; initialise the model again"
             )
+
+
+def refuse_complex(name: str, value: Tensor) -> None:
+    """Norms are taken and noise is added in real numbers."""
+    if value.is_complex():
+        raise UnsupportedModelError(
+            f"parameter {name} is complex; keep its real and imaginary parts as a real parameter "
+            "and join them in forward by torch.view_as_complex"
+        )
 
 
 @contextmanager

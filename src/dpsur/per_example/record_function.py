@@ -36,6 +36,12 @@ _NOT_OF_A_RECORD = (DpsurError, torch.OutOfMemoryError, Warning)
 _MOST_TO_BLAME = 4
 # Whose lines are not the user's.
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# What PyTorch says where a function cannot be batched, and what that means.
+_KNOWN = {
+    "data pointer": "it reads values of a tensor into Python (tolist, numpy, ...)",
+    "does not require grad": "it calls torch.autograd.grad; torch.func.grad runs for all at once",
+    "stack expects each tensor": "records have sizes of their own inside it, as packed sequences",
+}
 # Losses of one record that was worked on twice may differ by rounding.
 _ROUNDING = 1e-4
 
@@ -212,8 +218,9 @@ class RecordFunction:
         """
         first_line = (str(error).strip().splitlines() or [""])[0]
         text = first_line.partition(". ")[0][:200].rstrip(".")
-        if "data pointer" in text:
-            text = "it reads values of a tensor into Python (tolist, numpy, ...)"
+        known = next((why for words, why in _KNOWN.items() if words in first_line), None)
+        if known is not None:
+            text = known
         elif not (isinstance(error, NotSupportedError) or "vmap" in text or "batching" in text):
             return f"it raises {type(error).__name__} for all records at once"
         text += _line_of(error)

@@ -360,9 +360,14 @@ class RecordLevel(TorchFunctionMode):
             ]
             args, kwargs = with_tensors((args, kwargs), held)
             call = Call(func, args, kwargs, tape)
-        if (call.name.endswith("_") and not call.name.endswith("__")) or "out" in kwargs:
-            if call.name == "requires_grad_":
-                return args[0]
+        in_place = call.name.endswith("_") and not call.name.endswith("__")
+        if in_place and call.name == "requires_grad_":
+            return args[0]
+        if in_place and self.holds(args[0]) and not tape.follows(args[0]):
+            return call.on([self._copy(value) for value in call.given])  # into records' values
+        if in_place or kwargs.get("out") is not None:
+            if not self._own_tensors:
+                raise NotSupportedError("writes a weight into a tensor of all records")
             raise UnsupportedModelError(
                 f"{call.name} changes a tensor in place next to a trained weight; use the "
                 "operation without the underscore"

@@ -144,6 +144,47 @@ texts("lstm with dropout", lambda: Net(
     rnn=nn.LSTM(8, 8, 2, batch_first=True, dropout=0.2), out=head(8)), draws=True)  # fmt: skip
 
 
+class OwnWeights(nn.Module):
+    """A layer, and weights that its subclasses use in operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 8)
+        self.scale, self.table = nn.Parameter(torch.rand(8)), nn.Parameter(torch.randn(CLASSES, 8))
+
+
+@legitimate(TABLE, fit=BOUNDED)
+def cosine_head():
+    class Model(OwnWeights):
+        def forward(self, x):
+            turned = F.normalize(self.first(x)) * self.scale
+            return F.linear(turned, F.normalize(self.table))
+
+    return trained(Model())
+
+
+@legitimate(TABLE, fit=BOUNDED)
+def weights_written_into_values():
+    class Model(OwnWeights):
+        def forward(self, x):
+            found = self.first(x) * 1
+            found.mul_(self.scale).add_(self.table[0])
+            found[:, :2] = self.scale[:2]
+            return F.linear(found, self.table)
+
+    return trained(Model())
+
+
+@legitimate(TABLE, fit=BOUNDED)
+def a_weight_added_to_new_zeros():
+    class Model(OwnWeights):
+        def forward(self, x):
+            found = torch.zeros(len(x), 8, device=x.device, dtype=x.dtype)
+            return F.linear(found.add_(self.scale).add_(self.first(x)), self.table)
+
+    return trained(Model())
+
+
 @legitimate(TEXTS)
 def gru_cell_in_a_loop():
     class Cells(nn.Module):

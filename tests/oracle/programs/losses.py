@@ -267,6 +267,24 @@ def binary_of_masked_choice():
 
 
 @legitimate(TABLE, fit=BOUNDED)
+def angles():
+    def criterion(out, y):
+        cosine = F.normalize(out, dim=1).clamp(-0.99, 0.99)
+        return F.cross_entropy(4 * torch.cos(torch.acos(cosine) + 0.1 * one_hot(y)), y)
+
+    return of(criterion)
+
+
+@legitimate(TABLE, fit=BOUNDED)
+def ordered_within_records():
+    def criterion(out, y):
+        best = out.topk(2, 1).values.sum(1) + out.sort(1).values.cumsum(1)[:, 0]
+        return F.cross_entropy(out, y) + 0.1 * best.square().mean()
+
+    return of(criterion)
+
+
+@legitimate(TABLE, fit=BOUNDED)
 def masked_fill():
     def criterion(out, y):
         return F.cross_entropy(out.masked_fill(out < -3, -1e4), y)

@@ -14,6 +14,7 @@ rule works as well: it is followed through the operations that use its weights.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -122,6 +123,12 @@ def layer_fault(module: nn.Module) -> LayerFault | None:
             "keeps statistics of private records in its buffers",
             "set track_running_stats=False",
             isinstance(module, _InstanceNorm),
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        return LayerFault(
+            "is compiled by TorchScript, inside which layers cannot be watched",
+            "give the module that it was made from, and script the trained one",
+            fixable=False,
         )
     if isinstance(module, TABLES) and module.sparse:
         return LayerFault("has sparse gradients", "set sparse=False")
