@@ -4,6 +4,7 @@ import logging
 import math
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -131,7 +132,7 @@ class Units:
     persons: PersonRecords | None = None
     declared: bool = False  # whether `size` was given by the user
 
-    @property
+    @cached_property
     def rate(self) -> float:
         """The probability with which each joins a batch."""
         return 1 / self.length
