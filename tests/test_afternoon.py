@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_site import execute
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "afternoon.md").read_text()
 BLOCKS = re.findall(r"```(python|sh)\n(.*?)```", PAGE, flags=re.DOTALL)
@@ -66,6 +68,34 @@ def test_the_page_has_all_of_it():
     commands = "".join(code for language, code in BLOCKS if language == "sh")
     for command in ("plan", "train", "predict", "report", "verify", "compare", "export"):
         assert f"dpsur {command}" in commands
+
+
+NOTEBOOK = json.loads((ROOT / "docs" / "afternoon.ipynb").read_text())
+
+
+@pytest.mark.slow
+def test_the_notebook_of_the_afternoon(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    book = execute("afternoon.ipynb", tmp_path)
+    outputs = [out for cell in book.cells for out in cell.get("outputs", [])]
+    printed = "".join(out.get("text", "") for out in outputs if out.get("name") != "stderr")
+    right = int(re.search(r"(\d+)% of 20 new notes are right", printed).group(1))
+    assert right >= 80  # runs are not seeded, and noise may cost a few
+    found = re.findall(r"scans/new/(\w+)/\d+\.png -> (\w+)", printed)
+    assert len(found) == 6
+    assert sum(one == other for one, other in found) >= 4
+    assert "['clear', 'shadow'] torch.Size([2, 2])" in printed  # of a process without dpsur
+    assert printed.count("proved: True") == 3
+    assert "patients, held out: accuracy" in printed
+    assert any("text/html" in out.get("data", {}) for out in outputs)
+
+
+def test_the_notebook_has_the_files_of_the_page_and_its_outputs():
+    codes = ["".join(c["source"]) for c in NOTEBOOK["cells"] if c["cell_type"] == "code"]
+    assert codes[0] == BLOCKS[0][1].rstrip("\n")
+    assert sum(bool(cell.get("outputs")) for cell in NOTEBOOK["cells"]) >= 8
+    assert "/tmp/" not in json.dumps(NOTEBOOK)
 
 
 if __name__ == "__main__":  # the table of times of the page

@@ -57,7 +57,7 @@ ARROWS = {
     "attacks": {"runs", "tasks", "features", "networks", "methods", "mechanism", "functional"},
     "audits": {"runs", "methods", "mechanism", "per_example", "functional", "privacy"},
     "bench": {"methods", "mechanism", "per_example", "functional", "privacy"},
-    "reports": {"runs", "tasks", "per_example", "functional", "privacy"},
+    "reports": {"mechanism", "runs", "tasks", "per_example", "functional", "privacy"},
     "cli": {
         "distributed",
         "reports",

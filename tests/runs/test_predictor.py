@@ -241,3 +241,10 @@ def test_a_run_that_was_paid_for_is_not_lost_to_a_folder_in_use(tmp_path, capsys
     (tmp_path / "file").touch()
     with pytest.raises(dpsur.InvalidInputError, match="is not a folder"):
         run.save(tmp_path / "file")
+
+
+def test_a_column_of_a_data_frame_is_a_list_of_texts(made):
+    run, file = made[1]["texts"]
+    frame = pd.read_json(file, lines=True)
+    assert (run.predict(frame["text"]) == run.predict(list(frame["text"]))).all()
+    assert (run.predict(frame) == run.predict(frame["text"])).all()

@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from dpsur.cli.parser import figure_path
 from dpsur.errors import InvalidInputError
@@ -31,6 +32,8 @@ page adds losses and acceptance of the run, which must not be published.
 """
 
 
+# The name of a page in the folder of its run.
+REPORT = "report.html"
 # What only the user knows, for the data protection officer.
 NOTES = {
     "purpose": "what the model is for",
@@ -70,19 +73,17 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the page and print its path."""
     folder = Path(options.folder)
-    default = folder / "private" / "report.html" if options.private else folder / "report.html"
+    default = folder / "private" / REPORT if options.private else folder / REPORT
     out: Path = options.out or default
     check_release(folder)
     if not out.parent.is_dir():
         raise InvalidInputError(
             f"there is no folder {out.parent}; create it, or choose another --out"
         )
-    with (
-        silenced(options.quiet or options.json),
-        status("computing the figures of the report"),
-    ):
-        contents = read_report(
+    with silenced(options.quiet or options.json):
+        write_report(
             folder,
+            out,
             task=options.task,
             schema=options.schema,
             data_dir=options.data_dir,
@@ -90,14 +91,20 @@ def run(options: argparse.Namespace) -> int:
             device=choose_device(options.device),
             notes=_notes(options),
         )
-    page = render_report(contents)
-    write_atomically(out, page.encode("utf-8"), mode=0o600 if options.private else 0o644)
     if options.json:
         print(json.dumps({"report": str(out), "private": options.private}))
     elif not options.quiet:
         note = "private: do not share it" if options.private else "public values only"
         print(f"report: {out} ({note})")
     return 0
+
+
+def write_report(folder: Path, out: Path, **given: Any) -> None:
+    """Write the page of a finished run; `given` is what `read_report` takes."""
+    with status("computing the figures of the report"):
+        contents = read_report(folder, **given)
+    text = render_report(contents)
+    write_atomically(out, text.encode("utf-8"), mode=0o600 if contents.private else 0o644)
 
 
 def _notes(options: argparse.Namespace) -> Notes:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpsur.cli.evaluate import describe_guarantee
+from dpsur.cli.report import REPORT, write_report
 from dpsur.cli.run_options import (
     ALL_GROUPS,
     add_method_options,
@@ -25,6 +26,7 @@ from dpsur.presets import AUTO, explain_auto
 from dpsur.privacy.events import Ledger, LossTest
 from dpsur.privacy.rejections import NOT_HIDDEN
 from dpsur.privacy.statement import format_epsilon, metric_text
+from dpsur.reports.live import LivePage
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.evaluation import objection, shown_scores
 from dpsur.runs.files import RunFolder, finite, resume_command
@@ -74,6 +76,11 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help="say what would be done and what it would cost; train nothing and spend nothing",
     )
     more.add_argument(
+        "--report",
+        action="store_true",
+        help="write DIR/report.html, which follows the run and ends as its report",
+    )
+    more.add_argument(
         "--track",
         choices=tuple(TRACKERS),
         help="log public figures of the run there, and no others",
@@ -113,6 +120,9 @@ def _run(options: argparse.Namespace, ranks: Ranks) -> int:
             raise InterruptedRunError(f"stopped; {_next_command(folder)}") from None
         except OSError as error:
             raise FileError(f"{describe_os_error(error)}; {_next_command(folder)}") from error
+    if options.report and ranks.is_main:
+        with silenced(options.quiet or options.json):
+            write_report(folder.root, folder.root / REPORT)
     if ranks.is_main:
         _print_result(
             result,
@@ -232,6 +242,9 @@ def _train(
         if options.track is not None and ranks.is_main:
             following = tracked(options.track, session.plan, session.method.label, folder.root)
             observers.append(open_until_the_end.enter_context(following))
+        if options.report and ranks.is_main:
+            live = LivePage(folder.root / REPORT, folder.root.name)
+            observers.append(open_until_the_end.enter_context(live))
         bar = ProgressBar(quiet=quiet, show_private=options.show_private)
         return execute(
             session,

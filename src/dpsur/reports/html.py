@@ -42,6 +42,7 @@ th{font-weight:600;width:38%}
 .scroll{overflow-x:auto}
 .confusion{width:auto;font-variant-numeric:tabular-nums}
 .confusion td,.confusion th{width:auto;text-align:right;padding:.22rem .45rem;border:0}
+progress{width:100%;height:1rem;accent-color:var(--blue)}
 svg{width:100%;height:auto;display:block}
 svg text{fill:var(--soft);font-size:13px}
 svg .axis{stroke:var(--line)}svg .curve{fill:none;stroke:var(--blue);stroke-width:2.2}
@@ -78,23 +79,31 @@ def render_report(contents: ReportContents) -> str:
         _test(contents),
         "</div>",
         _private(contents.private),
-        _two("Data", _data_rows(contents)),
-        _two("Mechanism", _mechanism_rows(contents.statement)),
-        _two("Settings", _setting_rows(contents)),
+        two_columns("Data", _data_rows(contents)),
+        two_columns("Mechanism", _mechanism_rows(contents.statement)),
+        two_columns("Settings", _setting_rows(contents)),
         _engine(contents),
         _limits(contents.statement),
         _verify(contents),
     ]
-    title = f"Privacy report: {contents.name}"
+    footer = (
+        f"Written by dpsur {contents.statement['versions']['dpsur']}. "
+        "This page needs no network and holds no script."
+    )
+    return page(f"Privacy report: {contents.name}", parts, footer)
+
+
+def page(title: str, parts: Iterable[str], footer: str, *, reload: int | None = None) -> str:
+    """A page of sections, which a browser reads anew every `reload` seconds."""
+    refresh = "" if reload is None else f'<meta http-equiv="refresh" content="{reload}">\n'
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        '<link rel="icon" href="data:,">\n'
+        f'{refresh}<link rel="icon" href="data:,">\n'
         f"<title>{_text(title)}</title><style>{STYLE}</style></head>\n"
         f"<body><main>\n<h1>{_text(title)}</h1>\n" + "\n".join(filter(None, parts)) + "\n"
-        f'<p class="soft small">Written by dpsur {_text(contents.statement["versions"]["dpsur"])}. '
-        "This page needs no network and holds no script.</p>\n</main></body></html>\n"
+        f'<p class="soft small">{_text(footer)}</p>\n</main></body></html>\n'
     )
 
 
@@ -168,7 +177,7 @@ def _promise(contents: ReportContents) -> str:
 
 def _charts(contents: ReportContents) -> Iterable[str]:
     if contents.epsilon_by_update is not None:
-        yield _chart_section(
+        yield chart_section(
             "Epsilon by update",
             contents.epsilon_by_update,
             "updates",
@@ -177,7 +186,7 @@ def _charts(contents: ReportContents) -> Iterable[str]:
             zero=True,
         )
     if contents.accuracy_by_epsilon is not None:
-        yield _chart_section(
+        yield chart_section(
             "Accuracy against epsilon",
             contents.accuracy_by_epsilon,
             "epsilon spent",
@@ -186,7 +195,7 @@ def _charts(contents: ReportContents) -> Iterable[str]:
             percent=True,
         )
     if contents.tradeoff is not None:
-        yield _chart_section(
+        yield chart_section(
             "The best possible attack",
             contents.tradeoff,
             "false positive rate",
@@ -197,7 +206,7 @@ def _charts(contents: ReportContents) -> Iterable[str]:
         )
 
 
-def _chart_section(
+def chart_section(
     title: str,
     curve: Curve,
     x: str,
@@ -208,6 +217,7 @@ def _chart_section(
     percent: bool = False,
     diagonal: bool = False,
 ) -> str:
+    """A section with a line chart."""
     drawn = _chart(curve, x, y, zero=zero or diagonal, percent=percent, diagonal=diagonal)
     return (
         f'<section><h2>{_text(title)}</h2>{drawn}<p class="small soft">{_text(note)}</p></section>'
@@ -330,7 +340,7 @@ def _private(curves: Mapping[str, Curve]) -> str:
     if not curves:
         return ""
     charts = "".join(
-        _chart_section(name, curve, "trials", name, "Private: do not publish.")
+        chart_section(name, curve, "trials", name, "Private: do not publish.")
         for name, curve in curves.items()
     )
     return f'<h2>Private diagnostics: do not publish</h2><div class="grid">{charts}</div>'
@@ -344,7 +354,8 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def _two(title: str, rows: Sequence[tuple[str, str]]) -> str:
+def two_columns(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    """A section with a table of names and values."""
     return f"<section><h2>{_text(title)}</h2>{_table(rows)}</section>"
 
 

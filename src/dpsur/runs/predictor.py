@@ -121,6 +121,8 @@ class Predictor:
             return self.inputs.read(path)
         if isinstance(records, torch.utils.data.Dataset):
             return RawRecords(as_examples(records, "records").inputs)
+        if hasattr(records, "to_list") and not hasattr(records, "columns"):  # a column of a frame
+            records = records.to_list()
         return RawRecords(self.inputs.rows(records))
 
     def _outputs(self, found: RawRecords) -> Tensor:
