@@ -12,7 +12,7 @@ from dpsur.runs.evaluation import objection, shown_scores
 from dpsur.runs.plots import Curve, guess_bound
 
 WIDTH, HEIGHT = 560, 300
-LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 44
+LEFT, RIGHT, TOP, BOTTOM = 72, 16, 12, 44
 
 STYLE = """
 :root{--ink:#1c2530;--soft:#5d6b7a;--line:#d8dee6;--page:#f6f8fa;--card:#fff;--blue:#0072b2;

@@ -16,8 +16,9 @@ from typing import Any, Self
 from dpsur.mechanism.state import Verdict
 from dpsur.mechanism.trial import Progress
 from dpsur.privacy.plan import Plan
-from dpsur.privacy.statement import format_epsilon, metric_text
+from dpsur.privacy.statement import metric_text
 from dpsur.reports.html import chart_section, page, two_columns
+from dpsur.reports.officer import epsilon_text
 from dpsur.runs.evaluation import shown_scores
 from dpsur.runs.files import write_atomically
 from dpsur.runs.plots import Curve
@@ -80,7 +81,7 @@ class LivePage:
 
     def _note_spent(self, epsilon: float) -> None:
         assert self._plan is not None
-        self._spent = f"{format_epsilon(epsilon)} of {self._plan.budget.epsilon:g}"
+        self._spent = f"{epsilon_text(epsilon)} of {self._plan.budget.epsilon:g}"
 
     def _write(self, ended: str | None = None) -> None:
         plan = self._plan
@@ -100,7 +101,8 @@ class LivePage:
             updates, accuracies = zip(*self._evaluated, strict=True)
             curve = Curve("accuracy", updates, accuracies)
             note = "Accuracy of the kept weights, on public test records."
-            parts.append(chart_section("Accuracy", curve, unit, "accuracy", note, percent=True))
+            chart = chart_section("Accuracy", curve, unit, "accuracy", note, percent=True)
+            parts.append(f'<div class="grid">{chart}</div>')
         reload = None if ended else RELOAD
         text = page(f"Privacy report: {self._name}", parts, "Written by dpsur.", reload=reload)
         write_atomically(self._path, text.encode("utf-8"), mode=0o600)
