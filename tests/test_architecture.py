@@ -1,6 +1,7 @@
 """The packages and the one-way arrows between them, read from the imports."""
 
 import ast
+import inspect
 import subprocess
 import sys
 import tomllib
@@ -250,3 +251,19 @@ def test_nothing_is_unpickled():
 def test_files_stay_short():
     for path in (*SOURCE.rglob("*.py"), *REPRODUCTION.rglob("*.py")):
         assert len(path.read_text().splitlines()) <= 900, path
+
+
+def test_public_names_are_explained():
+    """Other names need no docstring that only repeats them."""
+    missing = []
+    for name in dpsur.__all__:
+        value = getattr(dpsur, name)
+        members = {name: value}
+        if inspect.isclass(value):
+            members |= {f"{name}.{key}": one for key, one in vars(value).items() if key[0] != "_"}
+        for where, one in members.items():
+            plain = getattr(one, "fget", None) or getattr(one, "__func__", one)
+            explained = inspect.isfunction(plain) or inspect.isclass(plain)
+            if explained and not (plain.__doc__ or "").strip():
+                missing.append(where)
+    assert missing == []

@@ -40,7 +40,6 @@ class Criterion:
         return found
 
     def losses(self, given: Arguments) -> Tensor:
-        """The loss of each record."""
         if len(given.args) == 2 and not given.kwargs:
             return losses_one_by_one(self.loss, given.args[0], given.args[1])
         return losses_one_by_one(
@@ -73,7 +72,6 @@ class PerRecord(torch.autograd.Function):
     def forward(
         ctx: Any, criterion: Criterion, given: Arguments, records: int, *_: Tensor
     ) -> Tensor:
-        """The mean or the sum of the losses."""
         leaves: list[Tensor] = []
 
         def leaf(value: Tensor) -> Tensor:
@@ -96,7 +94,6 @@ class PerRecord(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """The gradients that were found, times that of the total."""
         (outer,) = gradients
         share = outer / ctx.records if ctx.mean else outer
         return None, None, None, *(value * share.to(value.dtype) for value in ctx.gradients)

@@ -106,7 +106,6 @@ class PrivateBatch:
         return self._map(lambda value: value.to(*args, **kwargs))
 
     def pin_memory(self, *_: Any) -> "PrivateBatch":
-        """The same records in pinned memory."""
         return self._map(lambda value: value.pin_memory())
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "PrivateBatch":
@@ -138,7 +137,6 @@ class CollateAlone:
     persons: bool = False
 
     def __call__(self, records: Sequence[Any]) -> PrivateBatch:
-        """What the loader yields."""
         if not records:
             return PrivateBatch(())
         if self.collate is default_collate and self.pad is None and not self.persons:
@@ -306,7 +304,6 @@ class Microbatch:
 
     @property
     def first(self) -> bool:
-        """Whether a new batch begins."""
         return not self.before
 
     @property
@@ -525,7 +522,6 @@ class PrivateLoader(DataLoader[Any]):
 
     @property
     def sample_rate(self) -> float:
-        """The probability with which each record joins each batch."""
         return self.poisson.sample_rate
 
     def collate_alone(self) -> None:

@@ -70,11 +70,9 @@ class Evaluation:
             )
 
     def mean_loss(self, _: Any, batch: Any) -> Tensor:
-        """The mean loss of a batch, as a gate takes it."""
         return self(batch).losses.mean()
 
     def __call__(self, batch: Any) -> Evaluated:
-        """Outputs, targets and the loss of each record, in evaluation mode."""
         watcher = self.watcher
         records, alone = self._alone(batch)
         with torch.no_grad(), mode(watcher.module, training=False), watcher.paused():
@@ -140,7 +138,6 @@ class Evaluation:
         return rows // views, map_tensors(front, batch, otherwise=lambda value: value)
 
     def _of_one(self, batch: Any) -> tuple[Any, Any, Tensor]:
-        """Outputs, targets and loss of a batch of one record."""
         module = self.watcher.module
         if self.losses is not None:
             return None, None, self.losses(module, batch)
@@ -179,7 +176,6 @@ class ModelTests:
         return classes_of(found.outputs, found.targets)
 
     def total(self, quantity: str, state: State, draws: Draws) -> Tensor:
-        """The sum of a quantity over records, on all ranks."""
         total = None
         rate = self.event.sample_rate if isinstance(self.event, SampledGaussian) else None
         views = quantity == GRADIENT_NORM  # is measured as in training
@@ -238,20 +234,17 @@ class CandidateTest:
     rejects: ClassVar[bool] = True
 
     def begin(self, state: State, draws: Draws) -> "_Begun":  # noqa: ARG002
-        """Draw the batch, and evaluate the weights before the update."""
         rate = self.test.sample_rate
         batches = list(self.reader.read(draws.step, rate, views=False, here=True))
         return _Begun(batches, self._mean_loss(batches, draws))
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:  # noqa: ARG002
-        """The rule's verdict on the loss difference."""
         assert isinstance(candidate.test, _Begun)
         after = self._mean_loss(candidate.test.batches, draws)
         accept = self.rule.decide(after - candidate.test.before, draws[VAL_NOISE])
         return Verdict(accept.cpu())
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:  # noqa: ARG002
-        """The state as it was."""
         return state
 
     def padded(self) -> "CandidateTest":

@@ -86,11 +86,9 @@ class Mechanism:
 
     @property
     def charges_accepted(self) -> bool:
-        """Whether accepted updates are charged, and only those."""
         return (self.accounting or (PROVEN if isinstance(self.gate, CoinGate) else "")) == PROVEN
 
     def test(self) -> LossTest | CoinTest | None:
-        """What the verdict on a candidate is charged with."""
         if isinstance(self.gate, LossGate | CoinGate):
             return self.gate.test(self.records)
         return None
@@ -116,7 +114,6 @@ class Mechanism:
         return noise, self
 
     def account(self, noise_multiplier: float) -> Account:
-        """What every step is charged to."""
         if not noise_multiplier:
             gated = self.gate is not None or self.metrics is not None
             return Account.from_plan(

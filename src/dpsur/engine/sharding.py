@@ -116,7 +116,6 @@ class Sharding:
         return whole.redistribute(placements=like.placements).to_local()
 
     def zeros(self, name: str) -> Tensor:
-        """A shard of zeros."""
         like = self.trained[name]
         assert isinstance(like, DTensor)
         return torch.zeros_like(like.to_local())
@@ -171,7 +170,6 @@ class _ShardedTape(LevelTape):
         self._modules = every_module(module)
 
     def trains(self, module: nn.Module) -> bool:
-        """Whether a module holds a trained weight, by its name."""
         prefix = self._modules.get(module)
         return prefix is not None and any(
             (f"{prefix}.{key}" if prefix else key) in self.params for key in module._parameters
@@ -188,7 +186,6 @@ class _ShardedTape(LevelTape):
         return False
 
     def slot(self, parameter: Tensor | None, rows: tuple[int, int] | None = None) -> Slot | None:
-        """The slot of a parameter that is gathered now, or None if it is not trained."""
         if not isinstance(parameter, nn.Parameter):
             return None
         if id(parameter) not in self.names:

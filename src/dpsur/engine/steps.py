@@ -270,7 +270,6 @@ class PrivateLoop:
         return self.accountant.tests > int(memory_of(self._at_hand())["tests"])
 
     def _follow_device(self) -> None:
-        """Draw noise where the model is: it may have been moved since."""
         self._streams.device = next(iter(self._watcher.trained.values())).device
 
     def _spent(self) -> BudgetError:
@@ -623,7 +622,6 @@ class PrivateLoop:
             self._use_clip_norm()
 
     def _use_clip_norm(self) -> None:
-        """Clip to the norm that tests have found."""
         norm = (self._at_hand().memory or {}).get("max_grad_norm")
         if norm is not None:
             self._watcher.max_grad_norm = float(norm)

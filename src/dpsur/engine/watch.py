@@ -623,7 +623,6 @@ class Watcher:
             )
 
     def forget(self) -> None:
-        """Drop what calls and backward passes have left."""
         self.sums, self._calls = Sums(), []
 
 
@@ -635,7 +634,6 @@ class WatchedForward:
         self.__signature__ = signature(method)  # trainers choose columns of a data set by it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Ask the watcher."""
         return self.watcher.run(self.name, args, kwargs)
 
     def holds(self, module: nn.Module) -> bool:
@@ -742,12 +740,10 @@ def watch_backward(watcher: Any) -> None:
 
 
 def leave_backward(watcher: Any) -> None:
-    """Ask it no longer."""
     _watchers.discard(watcher)
 
 
 def _wrap_backward() -> None:
-    """Let watched losses be inspected before autograd differentiates them."""
     global _plain_backward
     if _plain_backward is not None:
         return

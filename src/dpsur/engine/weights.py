@@ -54,22 +54,18 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def noise_multiplier(self) -> float:
-        """Standard deviation of the noise over `max_grad_norm`."""
         return self.engine.noise_multiplier
 
     @property
     def max_grad_norm(self) -> float:
-        """The norm that each record's gradient is clipped to."""
         return self.engine.max_grad_norm
 
     @property
     def expected_batch_size(self) -> float:
-        """What the sum of clipped gradients is divided by."""
         return self.engine.expected_batch_size
 
     @property
     def original_optimizer(self) -> Optimizer:
-        """The optimizer itself, which is not wrapped."""
         return self
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -187,7 +183,6 @@ class ModuleWeights:
         return found
 
     def copy(self) -> Params:
-        """The same tensors, to be written back later."""
         return {name: value.detach().clone() for name, value in self.live().items()}
 
     def write(self, saved: Params) -> None:
@@ -204,7 +199,6 @@ class ModuleWeights:
         return OptimizerCopy(state, [_settings(group) for group in self.optimizer.param_groups])
 
     def write_optimizer(self, saved: OptimizerCopy) -> None:
-        """Put it back."""
         values = copy.deepcopy(list(saved.state.values()))
         self.optimizer.state.clear()
         self.optimizer.state.update(zip(saved.state, values, strict=True))
@@ -236,7 +230,6 @@ class ModuleWeights:
         return {"optimizer": state, "groups": [dict(group) for group in self.at_rest.groups]}
 
     def load_at_rest(self, values: Mapping[str, Any]) -> None:
-        """Read what `at_rest_to_plain` wrote."""
         parameters = self._optimized()
         state = {
             parameters[number]: {
@@ -273,12 +266,10 @@ class Rates:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def check(self) -> None:
-        """Refuse rates that someone else has set."""
         if self._set is not None and self._now() != self._set:
             raise StepError(SCHEDULED.format("the loop or a scheduler"))
 
     def set(self, rate: float) -> None:
-        """Put a rate into all groups."""
         for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate * ratio)
@@ -308,12 +299,10 @@ class ModuleGradient(GradientSource):
         return Trial(self.update)
 
     def event(self, state: State) -> SampledGaussian:  # noqa: ARG002
-        """The same every time."""
         assert isinstance(self.update, SampledGaussian)
         return self.update
 
     def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:  # noqa: ARG002
-        """Sum over ranks, add noise, divide."""
         watcher, sums = self.watcher, self.watcher.take()
         offsets = None
         if watcher.sharding is None:
@@ -343,7 +332,6 @@ class ModuleUpdates:
     schedule: Callable[[Tensor], Tensor] | None = None
 
     def step(self, state: State) -> Step:
-        """The event of the gradient."""
         return self.source.step(state)
 
     def initial_state(self) -> State:
@@ -352,7 +340,6 @@ class ModuleUpdates:
         return State(params={}, optimizer=OptimizerState(zero, {}), updates=zero)
 
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
-        """Make a step of the optimizer along the private gradient."""
         undo = self.weights.undo() if self.undoes else None
         try:
             gradient, _ = self.source.gradient(state, draws)
@@ -377,11 +364,9 @@ class ModuleUpdates:
         return state
 
     def save(self, state: State, name: str) -> State:
-        """Keep a copy of the weights under a name."""
         return replace(state, saved={**(state.saved or {}), name: self.weights.copy()})
 
     def restore(self, state: State, name: str, add: Sequence[tuple[str, float]] = ()) -> State:
-        """Go back to saved weights, with an optimizer at rest."""
         weights = self.weights
         assert state.saved is not None
         assert weights.rates is not None
@@ -402,7 +387,6 @@ class ModuleUpdates:
         return replace(state, updates=torch.zeros_like(state.updates))
 
     def squared_distance(self, state: State) -> tuple[float, int]:
-        """How far the weights are from the first ones, and how many there are."""
         assert state.saved is not None
         first, trained = state.saved[START], self._trained()
         squares = [

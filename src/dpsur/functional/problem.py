@@ -181,7 +181,6 @@ class Objective:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
         return next(self.model.parameters()).device
 
     def training_precision(self) -> AbstractContextManager[object]:

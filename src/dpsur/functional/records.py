@@ -62,7 +62,6 @@ class Examples:
 
     @property
     def nbytes(self) -> int:
-        """The memory that the records take."""
         return sum(value.nbytes for value in tensors_of((self.inputs, self.targets)))
 
     def select(self, rows: Tensor) -> "Examples":
@@ -76,7 +75,6 @@ class Examples:
         )
 
     def part(self, some: slice) -> "Examples":
-        """Return neighbouring rows."""
         return Examples(slice_rows(self.inputs, some), slice_rows(self.targets, some))
 
     def parts(self, rows: int) -> "Iterator[Examples]":
@@ -85,7 +83,6 @@ class Examples:
             yield self.part(slice(start, start + rows))
 
     def to(self, device: torch.device) -> "Examples":
-        """Move all tensors to a device."""
         return Examples(
             map_tensors(lambda value: value.to(device), self.inputs),
             map_tensors(lambda value: value.to(device), self.targets),
@@ -114,11 +111,9 @@ class HostExamples(Examples):
     )
 
     def select(self, rows: Tensor) -> Examples:
-        """Return the named rows, on the device."""
         return self._send(self._gather(rows.cpu()))
 
     def part(self, some: slice) -> Examples:
-        """Return neighbouring rows, on the device."""
         return self._send(Examples(slice_rows(self.inputs, some), slice_rows(self.targets, some)))
 
     def fetch(self, rows: Tensor, following: Tensor, source: str) -> "HostExamples":
@@ -191,7 +186,6 @@ class StreamedExamples(HostExamples):
     reader: RecordReader = field(kw_only=True, repr=False, compare=False)
 
     def part(self, some: slice) -> Examples:
-        """Return neighbouring rows, on the device."""
         return self.select(torch.arange(*some.indices(len(self)), device="cpu"))
 
     def parts(self, rows: int) -> Iterator[Examples]:
@@ -203,7 +197,6 @@ class StreamedExamples(HostExamples):
             yield self._send(found)
 
     def to(self, device: torch.device) -> "StreamedExamples":
-        """Hand out rows on another device."""
         return replace(self, device=device, _ahead={})
 
     def with_targets(self, convert: Callable[[Tensor], Tensor]) -> "StreamedExamples":

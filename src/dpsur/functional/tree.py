@@ -134,12 +134,10 @@ def row_count(rows: TensorTree) -> int:
 
 
 def device_of(rows: TensorTree) -> torch.device:
-    """Where the first tensor of a tree is."""
     return tensors_of(rows)[0].device
 
 
 def slice_rows(rows: TensorTree, some: slice) -> TensorTree:
-    """Neighbouring rows of every tensor, as views."""
     return map_tensors(lambda value: value[some], rows)
 
 

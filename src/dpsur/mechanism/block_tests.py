@@ -77,16 +77,13 @@ class RecordTests:
 
     @property
     def records(self) -> int:
-        """The size of the data set."""
         return self.sampler.problem.size
 
     @cached_property
     def classes(self) -> int:
-        """How many classes the model tells apart; 0 if it is no classifier."""
         return class_count(self.sampler.problem)
 
     def total(self, quantity: str, state: State, draws: Draws) -> Tensor:
-        """The sum of a quantity over records, on all ranks."""
         problem = self.sampler.problem
         total = torch.zeros((), dtype=torch.float64, device=problem.device)
         with self.sampler.layer_randomness(draws):  # gradients are those of training
@@ -98,7 +95,6 @@ class RecordTests:
         return draws.ranks.sum(total)
 
     def _values(self, quantity: str, state: State, rows: Examples) -> Tensor:
-        """What records add: rows of L2 norm at most 1."""
         problem = self.sampler.problem
         if quantity == GRADIENT_NORM:
             return gradient_bins(problem, state.params, rows)

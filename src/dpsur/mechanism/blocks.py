@@ -84,11 +84,9 @@ class _Blocks:
 
     @property
     def setup(self) -> tuple[Event, ...]:
-        """What the plan charges before the first step."""
         return self.plan.setup
 
     def initial_state(self) -> State:
-        """The first weights, and nothing known yet."""
         raise NotImplementedError
 
     def step(self, state: State) -> Step:
@@ -104,7 +102,6 @@ class _Blocks:
         return done >= len(sizes) or int(memory["made"]) >= sizes[done]
 
     def update(self, state: State, draws: Draws, position: Tensor) -> Candidate:
-        """Make an update."""
         found = self.updates.propose(state, draws, position)
         memory = memory_of(found.state)
         memory["made"] = memory["made"] + 1
@@ -115,7 +112,6 @@ class _Blocks:
         return Verdict(torch.ones((), dtype=torch.bool, device=state.updates.device))
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:  # noqa: ARG002
-        """Nothing is rejected."""
         return state
 
     def padded(self) -> Self | None:
@@ -150,7 +146,6 @@ class RateSearchTraining(_Blocks):
         return RateSearch(self.plan, self.tests.records, self.tests.classes, self.rule)
 
     def initial_state(self) -> State:
-        """The first weights, which later blocks restart from, and nothing known yet."""
         state = self.updates.initial_state()
         device = state.updates.device
         memory = {
@@ -162,7 +157,6 @@ class RateSearchTraining(_Blocks):
         return self.updates.reserve(state, self.search.ends)
 
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
-        """Make an update, or a test and what follows from it."""
         if self.test_is_due(state):
             noisy = self._noisy(self.search.quantity(memory_of(state)), state, draws)
             return Candidate(self._after_test(state, noisy))
@@ -215,7 +209,6 @@ class MeasuredTraining(_Blocks):
     patience: int | None = None
 
     def initial_state(self) -> State:
-        """The first weights, and nothing measured."""
         if self.tests.classes < 2:
             raise InvalidInputError(
                 "metrics are the accuracy and the loss of a classifier, and these targets are not "
@@ -227,7 +220,6 @@ class MeasuredTraining(_Blocks):
         return replace(state, memory={"tests": count, "made": count, "measured": measured})
 
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
-        """Make an update, or measure."""
         if not self.test_is_due(state):
             return self.update(state, draws, position)
         memory = memory_of(state)
@@ -240,7 +232,6 @@ class MeasuredTraining(_Blocks):
         return Candidate(replace(state, memory=memory))
 
     def metrics(self, state: State) -> list[dict[str, Any]]:
-        """What was measured so far, which is paid for and public."""
         memory = memory_of(state)
         error = standard_error(self.plan, self.tests.records)
         found = []

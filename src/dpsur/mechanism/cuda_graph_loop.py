@@ -137,7 +137,6 @@ class CapturedTrial:
         return min(count, max(1, self._plan.updates - ledger.updates))
 
     def close(self) -> None:
-        """Stop gathering batches on the host."""
         self._host_batches.close()
 
     def prepare(self) -> None:
@@ -319,14 +318,12 @@ class CudaGraphLoop:
 
     @property
     def progress(self) -> Progress:
-        """Where the run stands after the last block."""
         if self._shared and self._in_flight:
             raise NothingReleasedError(HALF_UPDATED)
         return self._progress
 
     @property
     def finished(self) -> bool:
-        """Whether the plan affords no further trial."""
         return not self._in_flight and not has_next(self._procedure, self._plan, self._progress)
 
     def prepare(self) -> None:
@@ -342,11 +339,9 @@ class CudaGraphLoop:
             self._launched = self._captured.run(count, ledger)
 
     def close(self) -> None:
-        """Stop gathering batches on the host."""
         self._captured.close()
 
     def collect(self) -> list[Verdict]:
-        """Wait for the block and record it."""
         verdicts = self._exactly(1) if not self._launched else self._recorded()
         self._in_flight = False
         return verdicts

@@ -38,7 +38,6 @@ Losses = Callable[[nn.Module, Any], Tensor]
 
 
 def check_tested(val_batch_size: int | None, records: int) -> None:
-    """Refuse a test on more records than there are."""
     if val_batch_size is not None and val_batch_size > records:
         raise InvalidInputError(
             f"val_batch_size {val_batch_size} is larger than the {records} records"

@@ -112,7 +112,6 @@ def exact_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
 
 
 def exact_rows(examples: Examples, rate: float, stream: Stream) -> Tensor:
-    """The rows of `exact_batch`."""
     return stream.ranks.own(poisson_sample(len(examples), rate, stream))
 
 

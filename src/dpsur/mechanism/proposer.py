@@ -64,13 +64,11 @@ class Sgd:
         checks.fraction_below_one("momentum", self.momentum)
 
     def init(self, params: Params) -> OptimizerState:
-        """A velocity of zero."""
         return OptimizerState(_count(params), {"velocity": _zeros(params)})
 
     def step(
         self, params: Params, gradient: Params, state: OptimizerState, learning_rate: Tensor
     ) -> tuple[Params, OptimizerState]:
-        """Velocity, then weights."""
         velocity = elementwise(
             lambda before, new: torch.add(new, before, alpha=self.momentum),
             state.buffers["velocity"],
@@ -98,14 +96,12 @@ class Adam:
         checks.positive("adam_eps", self.eps)
 
     def init(self, params: Params) -> OptimizerState:
-        """Both moments zero."""
         moments = {"mean": _zeros(params), "square": _zeros(params)}
         return OptimizerState(_count(params), moments)
 
     def step(
         self, params: Params, gradient: Params, state: OptimizerState, learning_rate: Tensor
     ) -> tuple[Params, OptimizerState]:
-        """Moments, then weights by the corrected moments."""
         step = state.step + 1
         mean = elementwise(
             lambda before, new: self.beta1 * before + (1 - self.beta1) * new,
@@ -183,7 +179,6 @@ class WeightAverage:
         checks.fraction_below_one("average_decay", self.decay)
 
     def __call__(self, average: Params, params: Params, updates: Tensor) -> Params:
-        """The average after one more accepted update."""
         warm = (1 + updates.double()) / (10 + updates.double())
         decay = torch.minimum(torch.full_like(warm, self.decay), warm)
         return elementwise(
@@ -207,7 +202,6 @@ class Sampler:
             object.__setattr__(self, "random_layers", found)
 
     def batch(self, sample_rate: float, draws: Draws, purpose: str = BATCH) -> Batch:
-        """A Poisson sample at this rate."""
         draw = padded_batch if self.pad else steady_batch
         return draw(self.problem.train, sample_rate, draws[purpose])
 
@@ -272,11 +266,9 @@ class DpGradient(GradientSource):
     max_grad_norm: float | Tensor
 
     def event(self, state: State) -> SampledGaussian:  # noqa: ARG002
-        """The same every time."""
         return self.update
 
     def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
-        """Sample, clip, add noise, divide by the expected size."""
         batch = self.sampler.batch(self.update.sample_rate, draws)
         with self.sampler.layer_randomness(draws):
             gradient = dp_mean_gradient(
@@ -291,7 +283,6 @@ class DpGradient(GradientSource):
         return gradient, batch.overflow
 
     def with_clip_norm(self, max_grad_norm: Tensor) -> Self:
-        """The same with another clipping norm."""
         return replace(self, max_grad_norm=max_grad_norm)
 
     @property
@@ -300,12 +291,10 @@ class DpGradient(GradientSource):
         return padded_sizes(len(self.sampler.problem.train), self.update.sample_rate)
 
     def batch_sizes(self, streams: Streams, steps: range) -> list[int]:
-        """How many records the batches of some steps have."""
         size, rate = len(self.sampler.problem.train), self.update.sample_rate
         return streams.counts_below(rate, size, BATCH, steps)
 
     def padded(self) -> Self | None:
-        """The same on padded batches."""
         sampler = self.sampler.padded()
         return None if sampler is None else replace(self, sampler=sampler)
 
@@ -328,7 +317,6 @@ class GradientProposer:
     average: WeightAverage | None = None
 
     def step(self, state: State) -> Step:
-        """The event of the gradient."""
         return self.source.step(state)
 
     def initial_state(self) -> State:
@@ -342,7 +330,6 @@ class GradientProposer:
         )
 
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
-        """Take one step from the state."""
         gradient, overflow = self.source.gradient(state, draws)
         params, optimizer = self.optimizer.step(
             state.params, gradient, state.optimizer, self.schedule(position)
@@ -387,11 +374,9 @@ class GradientProposer:
         return overflow
 
     def at_rate(self, schedule: Callable[[Tensor], Tensor], max_grad_norm: Tensor) -> Self:
-        """The same with another learning rate and clipping norm."""
         return replace(self, schedule=schedule, source=self.source.with_clip_norm(max_grad_norm))
 
     def reserve(self, state: State, names: Sequence[str]) -> State:
-        """A state with places for saved weights, so that checkpoints always hold the same."""
         for name in names:
             state = self.save(state, name)
         return state
@@ -424,7 +409,6 @@ class GradientProposer:
         )
 
     def squared_distance(self, state: State) -> tuple[float, int]:
-        """How far the weights are from the first ones, and how many there are."""
         assert state.saved is not None
         first = state.saved[START]
         squares = [
@@ -434,7 +418,6 @@ class GradientProposer:
         return float(torch.stack(squares).sum()), count
 
     def padded(self) -> Self | None:
-        """The same on padded batches."""
         source = self.source.padded()
         return None if source is None else replace(self, source=source)
 

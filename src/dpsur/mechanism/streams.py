@@ -541,16 +541,13 @@ class Stream:
 
     @property
     def device(self) -> torch.device:
-        """Where draws are made."""
         return self._streams.device
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that make the same draws."""
         return self._streams.ranks
 
     def uniform(self, count: int) -> Tensor:
-        """Uniform numbers in [0, 1)."""
         offset = self._advance(count)
         address = (PURPOSES[self.purpose], self._rank, offset)
         return draw_uniform(self._streams.key, self._step, address, count, self.device)
@@ -572,7 +569,6 @@ class Stream:
 
     @property
     def step(self) -> int | Tensor:
-        """The step that the numbers belong to."""
         return self._step
 
     def skip(self, count: int) -> int:
@@ -604,7 +600,6 @@ class Draws:
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that make the same draws."""
         return self._streams.ranks
 
     @contextmanager

@@ -154,15 +154,12 @@ class AlwaysAccept:
         """Nothing to prepare."""
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:  # noqa: ARG002
-        """Accept."""
         return Verdict(torch.ones((), dtype=torch.bool, device=state.updates.device))
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:  # noqa: ARG002
-        """Nothing is ever rejected."""
         return state
 
     def padded(self) -> "AlwaysAccept":
-        """It draws no batches."""
         return self
 
 
@@ -192,7 +189,6 @@ class LossTestGate:
         return StartedTest(batch, mean_loss(self.problem, state.params, replace(batch)))
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
-        """The rule's verdict on the loss difference."""
         new, begun = candidate.state.params, candidate.test
         if begun is None:
             batch = self._fresh_batch(draws)
@@ -212,16 +208,13 @@ class LossTestGate:
         return state
 
     def padded(self) -> "LossTestGate":
-        """The same on padded batches."""
         return replace(self, draw=padded_batch)
 
     @property
     def padded_batch_sizes(self) -> tuple[int, ...]:
-        """Sizes of padded batches, by level."""
         return padded_sizes(len(self.problem.train), self.test.sample_rate)
 
     def batch_sizes(self, streams: Streams, steps: range) -> list[int]:
-        """How many records the batches of some tests have."""
         size, rate = len(self.problem.train), self.test.sample_rate
         return streams.counts_below(rate, size, VAL_BATCH, steps)
 
@@ -250,7 +243,6 @@ class Selective:
         return replace(step, test=self.gate.test) if isinstance(step, Trial) else step
 
     def initial_state(self) -> State:
-        """The proposer's."""
         return self.proposer.initial_state()
 
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
@@ -274,7 +266,6 @@ class Selective:
         return self.gate.judge(state, candidate, draws)
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:
-        """The gate's."""
         return self.gate.after_rejection(state, candidate)
 
     @property
@@ -544,14 +535,12 @@ class EagerLoop:
 
     @property
     def progress(self) -> Progress:
-        """Where the run stands after the last trial."""
         if self._state is None:
             raise NothingReleasedError(HALF_UPDATED)
         return Progress(self._state, self._account.charged)
 
     @property
     def finished(self) -> bool:
-        """Whether the plan affords no further trial."""
         plan = self._account.plan
         assert plan is not None
         return not has_next(self._procedure, plan, self.progress)
@@ -560,7 +549,6 @@ class EagerLoop:
         """Nothing: the trial is made when it is collected."""
 
     def collect(self) -> list[Verdict]:
-        """Make one trial."""
         before = self.progress.state
         if self._in_place:  # weights and ledger would not fit each other until the trial is done
             self._state = None

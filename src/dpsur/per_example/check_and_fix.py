@@ -396,7 +396,6 @@ class FrozenNorm(nn.Module):
             self.register_parameter(name, copied)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise each channel, then scale and shift it."""
         shape = (-1, *[1] * (input.dim() - 2))
         spread = (self.running_var + self.eps).sqrt()
         output = (input - self.running_mean.view(shape)) / spread.view(shape)

@@ -72,7 +72,6 @@ class InnerNorms:
 
     @staticmethod
     def concatenate(parts: "Sequence[InnerNorms]") -> "InnerNorms":
-        """Of several groups of examples."""
         if len(parts) == 1:
             return parts[0]
         return InnerNorms(
@@ -176,7 +175,6 @@ class Factors:
         return self.values.new_zeros(())
 
     def part(self, some: slice) -> "Factors":
-        """The factors of some of the examples."""
         return Factors(self.values[some], None if self.keep is None else self.keep[some])
 
     def scale(self, rows: Tensor) -> Tensor:
@@ -281,7 +279,6 @@ class Rows(Contribution):
         return part_norms(self.rows) if self.squares is None else self.squares.sqrt()
 
     def weighted_sum(self, factors: Factors) -> Tensor:
-        """One matrix-vector product."""
         flat = self.rows.reshape(len(self.rows), -1)
         found = weighted_rows(flat, factors.values)
         if found is not None:
@@ -290,11 +287,9 @@ class Rows(Contribution):
         return (factors.values.to(flat.dtype) @ flat).view(self.rows.shape[1:])
 
     def per_example(self) -> Tensor:
-        """The rows."""
         return widen(self.rows)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The rows."""
         return (self.rows,)
 
 
@@ -323,7 +318,6 @@ class Products(Contribution):
         return self.weighted_sum_into(self.inputs.new_empty(shape, dtype=kind), factors)
 
     def weighted_sum_into(self, place: Tensor, factors: Factors, *, add: bool = False) -> Tensor:
-        """The same, without a copy."""
         inputs, outputs = self.inputs, self.outputs
         matrix = place.view(outputs.shape[2], inputs.shape[2])
         if weighted_product(
@@ -339,15 +333,12 @@ class Products(Contribution):
         return place
 
     def per_example(self) -> Tensor:
-        """One small matrix product per example."""
         return batched_product(self.outputs.mT, self.inputs)
 
     def products(self) -> "Products":
-        """This one."""
         return self
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Both factors."""
         return (self.inputs, self.outputs)
 
     def cheapest(self) -> Contribution:
@@ -400,11 +391,9 @@ class Output:
 
     @cached_property
     def norms(self) -> Tensor:
-        """Norm of every row."""
         return row_norms(widen(self.values))
 
     def scaled(self, factors: Factors) -> Tensor:
-        """Every row times its factor."""
         if self._scaled is None or self._scaled[0] is not factors:
             self._scaled = factors, factors.scale(widen(self.values))
         return self._scaled[1]
@@ -418,17 +407,14 @@ class Outer(Contribution):
     output: Output
 
     def measure(self) -> Tensor:
-        """The product of two norms."""
         return row_norms(widen(self.inputs)) * self.output.norms
 
     def weighted_sum(self, factors: Factors) -> Tensor:
-        """One product of two matrices."""
         shape = self.output.values.shape[1], self.inputs.shape[1]
         kind = widen(self.inputs[:0]).dtype
         return self.weighted_sum_into(self.inputs.new_empty(shape, dtype=kind), factors)
 
     def weighted_sum_into(self, place: Tensor, factors: Factors, *, add: bool = False) -> Tensor:
-        """The same, without a copy."""
         values, inputs = self.output.values, self.inputs
         matrix = place.view(values.shape[1], inputs.shape[1])
         if not weighted_product(values, inputs, factors.values, matrix, add=add):
@@ -437,15 +423,12 @@ class Outer(Contribution):
         return place
 
     def per_example(self) -> Tensor:
-        """One small matrix per example."""
         return widen(self.output.values).unsqueeze(2) * widen(self.inputs).unsqueeze(1)
 
     def products(self) -> Products:
-        """A sum of one."""
         return Products(self.inputs.unsqueeze(1), self.output.values.unsqueeze(1))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Both factors."""
         return (self.inputs, self.output.values)
 
 
@@ -456,7 +439,6 @@ class Shift(Contribution):
     output: Output
 
     def measure(self) -> Tensor:
-        """The output's norms."""
         return self.output.norms
 
     def weighted_sum(self, factors: Factors) -> Tensor:
@@ -466,11 +448,9 @@ class Shift(Contribution):
         return self.output.scaled(factors).sum(0) if found is None else found
 
     def per_example(self) -> Tensor:
-        """The rows."""
         return widen(self.output.values)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The rows."""
         return (self.output.values,)
 
 

@@ -62,7 +62,6 @@ class Call:
 
     @property
     def given(self) -> list[Tensor]:
-        """All tensors among the arguments."""
         return tensors_of((self.args, self.kwargs))
 
     @property
@@ -73,7 +72,6 @@ class Call:
 
     @property
     def others(self) -> list[Tensor]:
-        """The arguments that are not followed."""
         return [value for value in self.given if id(value) not in self.tape.names]
 
     def on(self, tensors: list[Tensor]) -> Any:

@@ -233,7 +233,6 @@ class Tape:
         return output
 
     def add(self, slot: Slot, contribution: Contribution) -> None:
-        """Note a use of a parameter."""
         self.contributions.setdefault(slot.parameter, {}).setdefault(slot.rows, []).append(
             contribution
         )
@@ -369,7 +368,6 @@ class Tape:
         return self._add_up(name, self.contributions.get(name, {})).rows
 
     def _add_up(self, name: str, kept: dict[Range, list[Contribution]]) -> Rows:
-        """Every example's gradient of a parameter."""
         return Rows(self._add_up_of(self.params[name], kept))
 
     def _add_up_of(self, value: Tensor, kept: dict[Range, list[Contribution]]) -> Tensor:

@@ -97,7 +97,6 @@ class Proven(Accounting):
         return self._ideal_bounds(charges, delta, CAP_SHARE, attained=False).upper
 
     def epsilon(self, charges: Charges, delta: float) -> float:
-        """The same for the noise that is drawn, whose missing tail is charged to delta."""
         return self.bounds(charges, delta).upper
 
     def bounds(
@@ -167,7 +166,6 @@ class EveryTrial(Accounting):
     proved = True
 
     def ideal_epsilon(self, charges: Charges, delta: float) -> float:
-        """Epsilon at delta by privacy loss distributions."""
         return pld.composed_epsilon(charges, delta)
 
     def check(self, trial: Trial, on_reject: str) -> None:  # noqa: ARG002
@@ -193,11 +191,9 @@ class Published(Accounting):
     proved = False
 
     def ideal_epsilon(self, charges: Charges, delta: float) -> float:
-        """Epsilon at delta as the paper computes it."""
         return rdp.composed_epsilon(charges, delta)
 
     def check(self, trial: Trial, on_reject: str) -> None:
-        """Refuse what the paper does not analyse."""
         super().check(trial, on_reject)
         if isinstance(trial.test, CoinTest):
             raise InvalidInputError(

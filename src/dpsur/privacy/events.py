@@ -327,7 +327,6 @@ class Ledger:
         return replace(self, entries=(*self.entries, new))
 
     def to_json(self) -> dict[str, Any]:
-        """Write the ledger as plain values."""
         return {
             "setup": [event_to_json(event) for event in self.setup],
             "entries": [
@@ -338,7 +337,6 @@ class Ledger:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Ledger":
-        """Read what `to_json` wrote."""
         entries = []
         for row in values["entries"]:
             step = event_from_json(row["step"])

@@ -113,14 +113,12 @@ class Phase:
 
     @property
     def trials(self) -> int:
-        """The most trials."""
         most = self.count if self.cap is None else self.cap
         assert most is not None
         return most
 
     @property
     def choices(self) -> tuple[Trial, ...]:
-        """What a trial may be."""
         if isinstance(self.step, Menu):
             return tuple(Trial(choice) for choice in self.step.choices)
         return (self.step,)
@@ -233,7 +231,6 @@ class Plan:
 
     @property
     def update(self) -> SampledGaussian:
-        """The update of that trial."""
         assert isinstance(self.typical.update, SampledGaussian)
         return self.typical.update
 
@@ -251,7 +248,6 @@ class Plan:
 
     @property
     def tests(self) -> int:
-        """How many tests there are."""
         return sum(phase.test is not None for phase in self.phases)
 
     @property
@@ -671,7 +667,6 @@ class Plan:
         return f"{what}, {self.accounting}"
 
     def to_json(self) -> dict[str, Any]:
-        """Write the plan as plain values."""
         epsilon = self.budget.epsilon
         return {
             "epsilon": None if math.isinf(epsilon) else epsilon,  # which JSON can write
@@ -711,7 +706,6 @@ class Plan:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Plan":
-        """Read what `to_json` wrote."""
         epsilon = values["epsilon"]
         checks.one_of("on_reject", values["on_reject"], (RESTORE, KEEP_MOMENTUM))
         return Plan(

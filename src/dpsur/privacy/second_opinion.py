@@ -71,7 +71,6 @@ class Opinion:
 
     @property
     def refuted(self) -> bool:
-        """Whether the figure is too low."""
         if self.independent is None:
             return False
         return self.epsilon < self.independent * (1 - TOLERANCE) - NEARLY_ZERO

@@ -17,7 +17,6 @@ class Words(dict[str, str]):
     """Templates of one version by name."""
 
     def __call__(self, name: str, /, **values: Any) -> str:
-        """A template, filled in."""
         return self[name].format(**values)
 
     def rows(self, name: str, /, **values: Any) -> list[tuple[str, str]]:

@@ -35,7 +35,6 @@ class Geometry:
     groups: int
 
     def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution."""
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.strides) - 1]
         output: Tensor = convolve(
             input, weight, bias, self.strides, self.margins, self.dilations, self.groups

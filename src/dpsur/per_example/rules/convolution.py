@@ -142,7 +142,6 @@ class Sliding(Contribution):
         return self.products().per_example().view(-1, *self.weight_shape)
 
     def products(self) -> Products:
-        """As a linear layer on patches."""
         examples = len(self.inputs) // self.fold
         padded = self.window.padded(self._factor(self.inputs))
         unfolded = patches(padded, self.window, inside=False).mT
@@ -153,7 +152,6 @@ class Sliding(Contribution):
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Inputs and output gradients."""
         return (self.inputs, self.outputs)
 
 
@@ -250,7 +248,6 @@ def _instantiate(inputs: Tensor, outputs: Tensor, window: Window, fold: int) -> 
 
 
 def _unfolded(rows: Tensor, fold: int) -> Tensor:
-    """Add up the rows that belong to one example."""
     return rows if fold == 1 else split_dimension(rows, 0, (-1, fold)).sum(1)
 
 

@@ -39,12 +39,10 @@ class Lookups(Contribution):
         return part_norms(self.outputs)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
-        """Add scaled gradients into an empty table."""
         table = self.outputs.new_empty(self.table_rows, self.outputs.shape[2])
         return self.weighted_sum_into(table, factors)
 
     def weighted_sum_into(self, place: Tensor, factors: Factors, *, add: bool = False) -> Tensor:
-        """The same, without a copy."""
         scaled = factors.scale(self.outputs).flatten(0, 1)
         place = place if add else place.zero_()
         return place.index_add_(0, self.tokens.flatten(), scaled)
@@ -71,7 +69,6 @@ class Lookups(Contribution):
         return None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tokens and gradients."""
         return (self.tokens, self.outputs)
 
     def _chosen(self) -> Tensor:
@@ -109,15 +106,12 @@ class TiedLookups(Contribution):
         return InnerNorms(squares, errors, terms)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
-        """Of both parts."""
         return self.linear.weighted_sum(factors) + self.lookups.weighted_sum(factors)
 
     def per_example(self) -> Tensor:
-        """Of both parts."""
         return self.linear.per_example() + self.lookups.per_example()
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Of both parts."""
         return (*self.lookups.tensors(), *self.linear.tensors())
 
 

@@ -31,7 +31,6 @@ def group_norm_map(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`F.group_norm`."""
     sums: Sums | None = None
     input = _as_autocast(input)
     if _has_kernel(input):
@@ -63,7 +62,6 @@ def layer_norm_map(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`F.layer_norm`."""
     shape = list(normalized_shape)
     sums: Sums | None = None
     input = _as_autocast(input)
@@ -94,7 +92,6 @@ def rms_norm_map(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """`F.rms_norm`."""
     shape = list(normalized_shape)
     output = F.rms_norm(input, shape, weight, eps)
 

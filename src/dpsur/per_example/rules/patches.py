@@ -22,7 +22,6 @@ class Window:
     margins: tuple[int, ...]
 
     def padded(self, inputs: Tensor) -> Tensor:
-        """The input with its zeros."""
         if not any(self.margins):
             return inputs
         return F.pad(inputs, [m for margin in reversed(self.margins) for m in (margin, margin)])

@@ -25,7 +25,6 @@ def _faster_channels_last(input: Tensor) -> bool:
 
 
 def max_pool(module: nn.MaxPool2d, tape: Tape, input: Tensor) -> Any:  # noqa: ARG001
-    """What `nn.MaxPool2d` returns."""
     if module.return_indices or not _faster_channels_last(input):
         return nn.MaxPool2d.forward(module, input)
     stride = module.kernel_size if module.stride is None else module.stride

@@ -235,7 +235,6 @@ class Recurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Gradients of all arguments; those of the gates stay in the trace."""
         weight, *kept = ctx.saved_tensors
         trace, needs = ctx.trace, ctx.needs_input_grad
         with rounding_of_layers():
@@ -415,7 +414,6 @@ class Rnn(Kind):
     def forward(
         cls, gates: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, _: Tensor | None
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """States are all that is needed."""
         gates = gates if bias is None else gates + bias.unsqueeze(1)
         for time in range(gates.shape[1]):
             before = torch.baddbmm(gates[:, time], states[:, time], weight)
@@ -426,7 +424,6 @@ class Rnn(Kind):
     def backward(
         cls, outputs: Tensor, _: Tensor | None, states: Tensor, weight: Tensor, *__: Tensor
     ) -> Slopes:
-        """From the last time to the first."""
         after = states[:, 1:]
         gates = (after > 0).to(after.dtype) if cls.relu else 1 - after.square()
         times = gates.shape[1]

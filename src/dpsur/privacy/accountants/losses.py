@@ -40,7 +40,6 @@ class Losses(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The cell of the largest finite loss."""
         return self.first + len(self.chances) - 1
 
 
@@ -56,13 +55,11 @@ class LossDistribution:
     remove: Losses
 
     def repeated(self, count: int) -> "LossDistribution":
-        """The same mechanism so many times."""
         if count == 1:
             return self
         return LossDistribution(self.width, repeat(self.add, count), repeat(self.remove, count))
 
     def composed(self, other: "LossDistribution") -> "LossDistribution":
-        """This mechanism and another one."""
         if self.width != other.width:
             raise ValueError(f"cells of widths {self.width} and {other.width} cannot be composed")
         return LossDistribution(
@@ -74,7 +71,6 @@ class LossDistribution:
         return max(epsilon_at(losses, self.width, delta) for losses in (self.add, self.remove))
 
     def delta(self, epsilon: float) -> float:
-        """Delta at an epsilon, in the worse direction."""
         return max(delta_at(losses, self.width, epsilon) for losses in (self.add, self.remove))
 
 

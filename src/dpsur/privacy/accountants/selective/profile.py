@@ -58,7 +58,6 @@ class Profile(NamedTuple):
     values: Array
 
     def at(self, x: Array) -> Array:
-        """The values at x."""
         points, values = np.append(0.0, self.points), np.append(1.0, self.values)
         found: Array = np.interp(x, points, values)
         return found

@@ -26,11 +26,9 @@ class Store:
         self._fresh = False
 
     def get(self, label: str) -> Interval | None:
-        """What is known under this label."""
         return self._known.get(label)
 
     def put(self, label: str, value: Interval) -> None:
-        """Remembers; `flush` writes."""
         self._known[label] = value
         self._fresh = True
 
