@@ -45,6 +45,10 @@ GROUPS = {
     "check": {
         "verify": ("dpsur.cli.verify:set_up", "recompute a release's epsilon, check its weights"),
         "sign": ("dpsur.cli.sign:set_up", "sign a release, so that later changes are noticed"),
+        "statement": (
+            "dpsur.cli.statement:set_up",
+            "a release's privacy statement, for reviewers, groups or other neighbours",
+        ),
         "audit": (
             "dpsur.cli.audit:set_up",
             "empirical lower bounds on epsilon",

@@ -49,13 +49,13 @@ def composes(plan: Plan) -> bool:
     return plan.filter is None and not selects
 
 
-def for_group(plan: Plan, records: int) -> Converted:
+def for_group(plan: Plan, records: int, unit: str = "record") -> Converted:
     """The guarantee for data sets that differ by so many records.
 
     Formal guarantee: as of the plan, for adding or removing all of them.
     """
     checks.at_least_one("group_size", records)
-    name = f"add or remove a group of {records} records"
+    name = f"add or remove a group of {records} {unit}s"
     epsilon, delta = plan.epsilon(), plan.budget.delta
     if records == 1 or not math.isfinite(epsilon):
         return Converted(name, epsilon, delta, exact=True)
@@ -93,13 +93,13 @@ def grouped(event: Event, records: int) -> Event:
     return event  # without privacy
 
 
-def for_replacement(plan: Plan) -> Converted:
+def for_replacement(plan: Plan, unit: str = "record") -> Converted:
     """The guarantee for data sets of one size in which one record is another.
 
     Formal guarantee: as of the plan. To replace a record is to remove one and to add one, so that
     delta is at most delta(a) + e^a delta(b) at epsilon a + b.
     """
-    name = "replace one record"
+    name = f"replace one {unit}"
     epsilon, delta = plan.epsilon(), plan.budget.delta
     if not math.isfinite(epsilon):
         return Converted(name, epsilon, delta, exact=True)

@@ -174,6 +174,16 @@ def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | N
     return found.faults, found.figures
 
 
+def read_statement(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The statement of a release, in the format of today. It is read, not checked."""
+    try:
+        statement = current(_read(release_folder(path) / STATEMENT))
+        plan_from_statement(statement)
+    except MALFORMED as error:
+        raise InvalidInputError(_unreadable(error), code="damaged-release") from None
+    return statement
+
+
 def verification(path: str | os.PathLike[str]) -> Verification:
     """The same with the second opinions on its figures; a figure that they refute is a fault."""
     folder = release_folder(path)
