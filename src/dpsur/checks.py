@@ -104,7 +104,6 @@ def sample_rate(name: str, value: float) -> None:
 
 
 def fraction_below_one(name: str, value: float) -> None:
-    """Refuse what is not in [0, 1)."""
     number(name, value)
     if not 0 <= value < 1:
         raise InvalidInputError(f"{name} must be in [0, 1), got {value}", code="out-of-range")

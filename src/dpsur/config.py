@@ -161,7 +161,6 @@ def check_kind(name: str, value: Any, kind: type, example: str = "()") -> None:
 
 
 def check_budget(value: Any) -> None:
-    """Refuse what is no budget."""
     check_kind("budget", value, Budget, "(epsilon=3.0, delta=1e-5)")
 
 

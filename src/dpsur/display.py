@@ -34,6 +34,5 @@ class NotebookLine:
         self._handle = shown.display(self._html(""), display_id=True)
 
     def show(self, done: int, total: int, text: str) -> None:
-        """Replace what is shown."""
         bar = f'<progress value="{done}" max="{total}" style="width:16em"></progress>'
         self._handle.update(self._html(f"{bar} {html.escape(text)}"))

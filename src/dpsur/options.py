@@ -95,12 +95,10 @@ class Option:
 
     @property
     def help(self) -> str:
-        """What it means."""
         return str(self.field.metadata["help"])
 
     @property
     def group(self) -> str:
-        """Its heading in the help."""
         return str(self.field.metadata["group"])
 
     @property
@@ -109,7 +107,6 @@ class Option:
         return bool(self.field.metadata["common"])
 
     def value(self, owner: Any) -> Any:
-        """Its value in an instance."""
         return getattr(owner if self.part is None else getattr(owner, self.part), self.name)
 
     def check(self, value: Any) -> None:

@@ -22,7 +22,6 @@ def silenced(quiet: bool = True) -> Iterator[None]:
 
 
 def is_silenced() -> bool:
-    """Whether nothing is to be shown."""
     return _quiet.get()
 
 

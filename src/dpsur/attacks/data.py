@@ -23,12 +23,10 @@ class Split:
     shadow_test: Tensor
 
     def examples(self, rows: Tensor) -> Examples:
-        """Records of the pool."""
         return self.pool.select(rows.to(self.pool.inputs.device))
 
 
 def split_pool(pool: Examples, seed: int) -> Split:
-    """Cut a pool at random 2:1:2:1."""
     if len(pool) < sum(SHARES):
         raise InvalidInputError(f"a pool of {len(pool)} records cannot be cut into four parts")
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))
@@ -70,7 +68,6 @@ class StandardisedRecords(nn.Module):
         self.register_buffer("deviation", deviation)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Answers to raw inputs."""
         result: Tensor = self.network((inputs - self.mean) / self.deviation)
         return result
 

@@ -71,12 +71,10 @@ class AttackMetrics:
     others: int
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
         return asdict(self)
 
 
 def measure(scores: Scores, confidence: float = CONFIDENCE) -> AttackMetrics:
-    """All figures of an attack."""
     members, others = scores.members, scores.others
     right = int((members > scores.threshold).sum()), int((others <= scores.threshold).sum())
     percent, tenth = (_rate_at(scores, rate, confidence) for rate in LOW_RATES)

@@ -24,17 +24,13 @@ ROWS_AT_ONCE = 1024
 class Models(Protocol):
     """One or more trained models of the same form."""
 
-    def __len__(self) -> int:
-        """How many."""
-        ...
+    def __len__(self) -> int: ...
 
     def outputs(self, inputs: Tensor) -> Tensor:
         """Scores per class, of shape (models, records, classes)."""
         ...
 
-    def module(self, index: int) -> nn.Module:
-        """One of them."""
-        ...
+    def module(self, index: int) -> nn.Module: ...
 
 
 class Trainer(Protocol):
@@ -72,7 +68,6 @@ class StackedModels:
         return torch.cat(parts, dim=1)
 
     def module(self, index: int) -> nn.Module:
-        """A module with the weights of one model."""
         module = copy.deepcopy(self.template)
         weights = {**self.params, **self.buffers}
         module.load_state_dict({name: value[index] for name, value in weights.items()})
@@ -104,7 +99,6 @@ class SeparateModels:
             )
 
     def module(self, index: int) -> nn.Module:
-        """One of them."""
         return self.modules[index]
 
 

@@ -59,7 +59,6 @@ class AttackScores:
 
 
 def check_attacks(names: Sequence[str]) -> None:
-    """Refuse names that are no attacks."""
     for name in names:
         if name not in ATTACKS:
             raise InvalidInputError(f"unknown attack {name!r}; choose among {', '.join(ATTACKS)}")

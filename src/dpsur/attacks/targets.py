@@ -63,7 +63,6 @@ def plain_features(task: Task) -> str:
 
 
 def plain_network(task: Task) -> Mapping[str, Any]:
-    """The task's network for inputs as they are."""
     return task.networks[plain_features(task)]
 
 

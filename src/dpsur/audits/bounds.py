@@ -40,7 +40,6 @@ class Event:
     threshold: float
 
     def hits(self, scores: Array) -> int:
-        """How often it happened."""
         if self.direction == "add":
             return int((scores >= self.threshold).sum())
         return int((scores <= self.threshold).sum())

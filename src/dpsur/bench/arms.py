@@ -56,7 +56,6 @@ ARMS: dict[str, Arm] = {
 
 
 def arm_named(name: str) -> Arm:
-    """Look an arm up by name."""
     try:
         return ARMS[name]
     except KeyError:

@@ -71,12 +71,10 @@ class Timing:
 
     @property
     def median(self) -> float:
-        """The middle of the repetitions."""
         return statistics.median(self.seconds)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """The lower and the upper quartile."""
         if len(self.seconds) == 1:
             return self.seconds[0], self.seconds[0]
         lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")

@@ -37,14 +37,10 @@ class Network(Protocol):
     """A network to measure, and batches that it can be trained on."""
 
     @property
-    def name(self) -> str:
-        """What rows call it."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def parameters(self) -> int:
-        """How many numbers are trained."""
-        ...
+    def parameters(self) -> int: ...
 
     def model(self, device: torch.device, seed: int = 0) -> nn.Module:
         """A freshly initialised network: the same seed gives every arm the same weights."""
@@ -78,7 +74,6 @@ class Cell:
 
     @property
     def device(self) -> torch.device:
-        """Where the step is made."""
         return device_of(self.batch.inputs)
 
     def model(self) -> nn.Module:
@@ -125,7 +120,6 @@ class Settings:
     memory_limit: int | None = None
 
     def network(self, name: str) -> Network:
-        """Look a network up by name."""
         return network_named(self.networks, name)
 
 

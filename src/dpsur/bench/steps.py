@@ -112,12 +112,10 @@ def bench_method(kind: type[Dpsgd] | type[Dpsur], cell: Cell) -> GradientMethod:
 
 
 def dpsgd_captured(cell: Cell) -> CapturedOwnStep:
-    """A captured step of DP-SGD."""
     return CapturedOwnStep(dpsgd_step(cell))
 
 
 def dpsgd_step(cell: Cell) -> OwnStep:
-    """A step of DP-SGD."""
     return OwnStep(cell, bench_method(Dpsgd, cell), test=None)
 
 
@@ -130,7 +128,6 @@ class PlainStep:
         self._optimizer = sgd(self._model)
 
     def __call__(self) -> None:
-        """Make the step."""
         self._optimizer.zero_grad(set_to_none=True)
         with self._cell.precision():
             outputs = self._model(self._batch.inputs)
@@ -147,5 +144,4 @@ class CapturedPlainStep:
         self._replay = capture_graph(step, cell.device)
 
     def __call__(self) -> None:
-        """Replay the step."""
         self._replay()

@@ -30,7 +30,6 @@ class UserModel:
 
     @cached_property
     def parameters(self) -> int:
-        """How many numbers are trained."""
         model = self.model(torch.device("cpu"))
         return sum(value.numel() for value in model.parameters() if value.requires_grad)
 
@@ -39,7 +38,6 @@ class UserModel:
         return self._made(SMALL, seed)[0].to(device)
 
     def batch(self, size: int, device: torch.device, seed: int = 0) -> Examples:
-        """A batch of this size."""
         return self._made(size, seed)[1].to(device)
 
     def _made(self, size: int, seed: int) -> tuple[nn.Module, Examples]:

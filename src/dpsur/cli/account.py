@@ -138,7 +138,6 @@ def add_mechanism_options(parser: argparse.ArgumentParser, *, noise_required: bo
 
 
 def rate(name: str, size: int, dataset_size: int) -> float:
-    """A sample rate from sizes, checked."""
     checks.at_least_one("dataset_size", dataset_size)
     checks.at_least_one(name, size)
     if size > dataset_size:
@@ -174,7 +173,6 @@ def setup_events(options: argparse.Namespace) -> tuple[Event, ...]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the figures."""
     if not 0 < options.delta < 1:
         raise InvalidInputError(f"delta must be in (0, 1), got {options.delta}")
     if options.block_sizes is not None:

@@ -66,7 +66,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Audit and print what was found."""
     checks.non_negative("seed", options.seed)
     checks.at_least_one("count", options.count)
     checks.probability("confidence", options.confidence)
@@ -77,7 +76,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _text(finding: Finding) -> str:
-    """Three lines a finding."""
     figures = f"claimed {format_epsilon(finding.claimed)}, lower bound {finding.lower:.3f}"
     if finding.confidence < 1:
         figures += f" at {finding.confidence:.4g}"

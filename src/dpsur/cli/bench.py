@@ -75,7 +75,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print."""
     warned = None
     settings = settings_from(options)
     _say(_engine(options.model, settings))

@@ -68,7 +68,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the answer."""
     budget = Budget(options.epsilon, options.delta)
     accounting = accounting_named(options.accounting)
     blocks = options.blocks is not None or options.block_updates is not None

@@ -32,7 +32,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a column for each run."""
     found = {str(folder): facts_of(Path(folder)) for folder in options.folders}
     if options.json:
         print(json.dumps(finite(found), allow_nan=False))

@@ -41,7 +41,6 @@ class _Nowhere(io.StringIO):
     """Stands in for a stream that was closed before the process began."""
 
     def write(self, text: str) -> int:
-        """Drop it."""
         return len(text)
 
 

@@ -56,7 +56,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def diagnose() -> dict[str, Any]:
-    """All facts, as plain values."""
     problems: list[str] = []
     found = {heading.split()[0]: values for heading, values in _sections(problems)}
     return {**found, "problems": problems}
@@ -143,7 +142,6 @@ def set_up_completion(parser: argparse.ArgumentParser) -> None:
 
 
 def print_completion(options: argparse.Namespace) -> int:
-    """Print the script."""
     try:
         import shtab
     except ImportError:

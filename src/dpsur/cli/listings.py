@@ -95,7 +95,6 @@ def set_up_tasks(parser: argparse.ArgumentParser) -> None:
 
 
 def print_tasks(options: argparse.Namespace) -> int:
-    """Print a line per task."""
     from dpsur.tasks import DEFAULT_TASK, TASKS
     from dpsur.tasks.tables import PREFIXES
 
@@ -123,7 +122,6 @@ def set_up_proof(parser: argparse.ArgumentParser) -> None:
 
 
 def print_proof(options: argparse.Namespace) -> int:
-    """Print the page, or its path."""
     page = files("dpsur") / "privacy" / "privacy.md"
     print(page if options.path else page.read_text(encoding="utf-8"))
     return 0

@@ -45,7 +45,6 @@ class Parser(argparse.ArgumentParser):
         self._rare.append(action)
 
     def print_full_help(self) -> None:
-        """Print the help with every option."""
         self._whole = True
         self.print_help()
 

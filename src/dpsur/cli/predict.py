@@ -46,7 +46,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the predictions."""
     out: Path | None = options.out
     if out is not None and not out.parent.is_dir():
         raise InvalidInputError(f"there is no folder {out.parent}; create it, or choose another")

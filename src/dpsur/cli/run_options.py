@@ -271,7 +271,6 @@ class UnnamedFolder(RunFolder):
 
 
 def _made(folder: Path) -> bool:
-    """Make a folder, unless it exists."""
     try:
         folder.mkdir()
     except FileExistsError:

@@ -30,7 +30,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make a key, or sign."""
     if options.new_key is not None:
         if options.folder is not None:
             raise InvalidInputError("--new-key signs nothing; leave out the folder")

@@ -126,7 +126,6 @@ class Ranks:
                 )
 
     def decided(self, decide: Callable[[], bool]) -> bool:
-        """What rank 0 decides."""
         return self.from_main(lambda: b"1" if decide() else b"") == b"1"
 
     def wait_for_all(self) -> None:
@@ -220,7 +219,6 @@ class Reduction:
         return bool(self._sent) or bool(self._names[0])
 
     def add(self, name: str, value: Tensor) -> None:
-        """Hand in this rank's term."""
         bucket = self._names[-1]
         if self._ranks.size > 1 and bucket and bucket[0][1].dtype != value.dtype:
             self._send()
@@ -230,7 +228,6 @@ class Reduction:
             self._send()
 
     def result(self) -> dict[str, Tensor]:
-        """Wait for the sums."""
         if self._ranks.size == 1:
             return dict(self._names[0])
         if self._names[-1]:

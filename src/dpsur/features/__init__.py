@@ -175,7 +175,6 @@ FEATURES: dict[str, Features] = {
 
 
 def features_named(name: str) -> Features:
-    """Look features up by name."""
     try:
         return FEATURES[name]
     except KeyError:

@@ -224,7 +224,6 @@ class PixelRange(nn.Module):
                 self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images in [0, 1]."""
         if images.dtype == torch.uint8 or not self.standardised:
             return images
         return images * self.get_buffer("deviation") + self.get_buffer("mean")

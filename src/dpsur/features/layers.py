@@ -83,7 +83,6 @@ class Centre(nn.Module):
         self.register_buffer("centre", centre)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Centre the rows."""
         return F.normalize(features - self.get_buffer("centre"))
 
 

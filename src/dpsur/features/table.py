@@ -58,7 +58,6 @@ class TableLayout:
 
     @property
     def features(self) -> int:
-        """How many numbers a row has."""
         return 1 + self.width + BINS * len(self.binned().numbers)
 
 
@@ -110,7 +109,6 @@ class TableRows(nn.Module):
         self.register_buffer("edges", edges.float(), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The rows of some records."""
         parts = [inputs]
         if self.numbers:
             found = self._quantiles(inputs[:, self.numbers])

@@ -36,7 +36,6 @@ class PrivateTraining(lightning.Callback):  # type: ignore[misc]
     """
 
     def __init__(self, engine: PrivacyEngine, *, log_private: bool = False) -> None:
-        """Take an engine."""
         super().__init__()
         self.engine, self.log_private = engine, log_private
 
@@ -125,7 +124,6 @@ class PrivateTraining(lightning.Callback):  # type: ignore[misc]
         pl_module.log("epsilon", ledger.get_epsilon(ledger.delta))
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger, for a checkpoint."""
         return self.engine.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

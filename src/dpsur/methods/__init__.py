@@ -15,7 +15,6 @@ METHODS: dict[str, type[Method]] = {
 
 
 def method_named(name: str) -> type[Method]:
-    """Look a method up by name."""
     try:
         return METHODS[name]
     except KeyError:

@@ -64,7 +64,6 @@ class Method(checks.NamedArguments, ABC):
 
     @classmethod
     def options(cls) -> tuple[Field[Any], ...]:
-        """The hyper-parameters."""
         return fields(cls)
 
 

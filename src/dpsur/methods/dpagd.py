@@ -322,7 +322,6 @@ class AdaptiveSteps:
         return Verdict(chosen > 0, {"step_length": chosen})
 
     def padded(self) -> "AdaptiveSteps | None":
-        """The same on padded batches."""
         sampler = self._sampler.padded()
         if sampler is None:
             return None

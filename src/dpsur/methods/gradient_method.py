@@ -332,7 +332,6 @@ class GradientMethod(OptimizerMethod):
         return DpGradient(Sampler(problem), update, self.max_grad_norm)
 
     def make_gate(self, problem: Problem, plan: Plan) -> Gate:
-        """The gate that was settled."""
         if self.gate == NO_GATE:
             return AlwaysAccept()
         test = plan.typical.gate

@@ -105,7 +105,6 @@ class PlainGradient(GradientSource):
             return _mean_gradient(self.sampler.problem, state.params, batch), batch.overflow
 
     def padded(self) -> Self | None:
-        """The same on padded batches."""
         sampler = self.sampler.padded()
         return None if sampler is None else replace(self, sampler=sampler)
 

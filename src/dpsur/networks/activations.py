@@ -27,11 +27,9 @@ class TemperedSigmoid(nn.Module):
         self.scale, self.temperature, self.offset = scale, temperature, offset
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The activation of every number."""
         return self.scale * torch.sigmoid(self.temperature * inputs) - self.offset
 
     def extra_repr(self) -> str:
-        """The three parameters."""
         return f"scale={self.scale}, temperature={self.temperature}, offset={self.offset}"
 
 

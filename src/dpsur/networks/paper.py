@@ -10,7 +10,6 @@ from dpsur.networks.activations import Activation, build_activation
 
 
 def pixel_cnn(classes: int = 10, activation: Activation = "tanh") -> nn.Module:
-    """For 28x28 images: 26,010 parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 16, kernel_size=8, stride=2, padding=2),
         build_activation(activation),
@@ -96,7 +95,6 @@ class ImdbLstm(nn.Module):
         self.output = _head(16, classes)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Scores of the classes."""
         narrow = self.narrow(self.embedding(words))
         states, _ = self.lstm(narrow if self.before_lstm is None else self.before_lstm(narrow))
         scores: Tensor = self.output(self.activation(self.hidden(states.mean(1))))

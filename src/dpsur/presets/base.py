@@ -47,7 +47,6 @@ class Preset:
 
     @property
     def options(self) -> dict[str, Any]:
-        """All hyper-parameters."""
         return {**self.given, **self.chosen}
 
     def tuned(self, chosen: Mapping[str, Any]) -> "Preset":

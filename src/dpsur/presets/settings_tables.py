@@ -68,7 +68,6 @@ def is_table(name: str) -> bool:
 
 
 def _text(name: str) -> tuple[str, str]:
-    """The table, and its name in messages."""
     if name in TABLES:
         return (files("dpsur.presets") / f"{name}.csv").read_text(encoding="utf-8"), name
     try:

@@ -223,7 +223,6 @@ def planned_charges(setup: tuple[Event, ...], trial: Trial, count: int) -> Charg
 
 
 def accounting_named(name: str) -> Accounting:
-    """Look an accounting up by name."""
     try:
         return ACCOUNTINGS[name]
     except KeyError:

@@ -140,13 +140,11 @@ class DataLedger:
 
     @property
     def unit(self) -> str:
-        """Whom it protects."""
         with self._reading() as database:
             return _facts(database)["unit"]
 
     @property
     def total(self) -> Total | None:
-        """The total in force."""
         with self._reading() as database:
             return _total(database)
 
@@ -157,7 +155,6 @@ class DataLedger:
         return [(row[0], Total(*row[1:])) for row in rows]
 
     def bookings(self) -> list[Booking]:
-        """All bookings, in their order."""
         with self._reading() as database:
             return _bookings(database)
 

@@ -304,7 +304,6 @@ class Ledger:
 
     @property
     def steps(self) -> int:
-        """Steps of every kind."""
         return sum(entry.trials for entry in self.entries)
 
     @property
@@ -314,7 +313,6 @@ class Ledger:
 
     @property
     def updates(self) -> int:
-        """Candidates accepted."""
         return sum(entry.updates for entry in self.entries if isinstance(entry.step, Trial))
 
     def record(self, step: Step, *, updates: int, trials: int = 1) -> "Ledger":
@@ -354,7 +352,6 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
-    """Write an event as plain values."""
     if isinstance(event, Trial):
         test = None if event.test is None else event_to_json(event.test)
         return {"kind": "Trial", "update": event_to_json(event.update), "test": test}

@@ -242,7 +242,6 @@ class Plan:
 
     @property
     def test(self) -> BlockTest:
-        """The test after each phase."""
         assert self.phases[0].test is not None
         return self.phases[0].test
 
@@ -465,7 +464,6 @@ class Plan:
         return self._accounting.epsilon(self.charges(), delta)
 
     def epsilon_without_tests(self) -> float:
-        """Epsilon of the updates alone."""
         return self._accounting.epsilon(self._charges(self.blocks, 0), self.budget.delta)
 
     def spent(self, ledger: Ledger, delta: float | None = None) -> float:
@@ -539,7 +537,6 @@ class Plan:
         return step_divergence(step, order, selected=self.charges_accepted)
 
     def divergence(self, ledger: Ledger) -> float:
-        """What is spent of the allowance."""
         assert self.filter is not None
         setup = sum(event_divergence(event, self.filter.order) for event in ledger.setup)
         return setup + sum(count * self.cost(step) for step, count in self._paid(ledger))

@@ -96,7 +96,6 @@ class Opinion:
 def statement_opinions(
     plan: Plan, mechanism: Mapping[str, Any], stated: Mapping[str, float | None]
 ) -> list[Opinion]:
-    """Opinions on the stated figures of a plan."""
     return opinions(
         {
             key: (epsilon, charges)

@@ -89,7 +89,6 @@ class Checkpoint:
         return _under(prefix, self.tensors)
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain values and tensors."""
         return {
             **self.more,
             "format": FORMAT,
@@ -185,7 +184,6 @@ def restore(checkpoint: Checkpoint, initial: Progress, streams: Streams) -> Prog
 
 
 def read_checkpoint(path: Path) -> bytes:
-    """The content of a checkpoint file."""
     try:
         return path.read_bytes()
     except FileNotFoundError:

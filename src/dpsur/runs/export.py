@@ -101,7 +101,6 @@ class Standardised(nn.Module):
         self.register_buffer("deviation", torch.tensor(deviation).view(-1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """What the network was trained on."""
         return (images - self.get_buffer("mean")) / self.get_buffer("deviation")
 
 
@@ -113,7 +112,6 @@ class InUnits(nn.Module):
         self.factor, self.middle = target.half, target.middle
 
     def forward(self, outputs: Tensor) -> Tensor:
-        """One number for each record."""
         return outputs.double().flatten() * self.factor + self.middle
 
 
@@ -190,7 +188,6 @@ def signature(model: Predictor, traced: Tensor) -> dict[str, Any]:
 
 
 def _described(column: Column) -> dict[str, Any]:
-    """What stands for a value of a column."""
     if isinstance(column, Category):
         return {"place_of": list(column.values)}
     if isinstance(column, Text):

@@ -69,7 +69,6 @@ def finite(values: Any) -> Any:
 
 
 def to_json(values: Any) -> bytes:
-    """JSON as it is written to files here."""
     return (json.dumps(finite(values), indent=2, sort_keys=False, allow_nan=False) + "\n").encode()
 
 
@@ -144,7 +143,6 @@ class RunFolder:
 
     @property
     def checkpoint(self) -> Path:
-        """The last checkpoint of the run."""
         return self.private / CHECKPOINT
 
     @property
@@ -189,7 +187,6 @@ class RunFolder:
         return f", or resume the run in it with: {self.how_to_resume()}"
 
     def how_to_resume(self) -> str:
-        """What resumes the interrupted run in this folder."""
         if self.config.exists():
             return resume_command(self.root)
         return f"dpsur.fit(..., out={str(self.root)!r}, resume=True)"

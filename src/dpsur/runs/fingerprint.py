@@ -63,7 +63,6 @@ class _Description:
         return self._callable(value, inside=inside)
 
     def module(self, module: nn.Module) -> Any:
-        """A module with all its parts."""
         return _ADDRESS.sub("", repr(module)), [
             (name, _name(type(part)), self._class(type(part)), self._settings(part))
             for name, part in module.named_modules(remove_duplicate=False)

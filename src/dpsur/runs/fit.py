@@ -509,7 +509,6 @@ def objections(session: Session) -> list[str]:
 
 
 def finish_run(session: Session, progress: Progress, recorder: Recorder, origin: Origin) -> Run:
-    """What a finished session hands back."""
     with session.arithmetic():
         return _result(session, progress, recorder, origin)
 

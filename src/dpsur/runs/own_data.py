@@ -158,7 +158,6 @@ class _Raw:
 
     @property
     def texts(self) -> bool:
-        """Whether they are texts."""
         return isinstance(self.inputs[0], str)
 
 
@@ -222,7 +221,6 @@ def _featured(train: _Raw, test: _Raw | None, given: Given) -> Task:
 
 
 def _count(given: Given, data: Any) -> int:
-    """The declared number of classes."""
     if given.names or given.count is not None:
         return len(given.names) or int(given.count or 0)
     del data

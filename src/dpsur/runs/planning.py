@@ -104,7 +104,6 @@ def with_records_needed(found: Sequence[Prospect], records: int) -> list[Prospec
 
 
 def _round(value: float) -> int:
-    """To two digits."""
     unit: int = 10 ** max(0, int(math.log10(max(value, 1))) - 1)
     return round(value / unit) * unit
 

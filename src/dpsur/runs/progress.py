@@ -186,7 +186,6 @@ class _NotebookBar:
         self._due = time.perf_counter() + _NOTEBOOK_SECONDS
 
     def stop(self) -> None:
-        """Show the end."""
         self._show()
 
 

@@ -242,7 +242,6 @@ def _built(folder: Path, network: Mapping[str, Any], held: int) -> nn.Module:
 
 
 def _built_layers(folder: Path, features: Sequence[Mapping[str, Any]]) -> nn.Sequential:
-    """The layers of features that a release names."""
     try:
         _check_sizes(list(features))
         return build_layers(features)

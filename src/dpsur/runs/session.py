@@ -277,7 +277,6 @@ class ActiveRun:
 
     @property
     def finished(self) -> bool:
-        """Whether all planned trials are made."""
         return self._loop.finished
 
     def launch(self) -> None:

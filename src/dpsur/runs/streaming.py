@@ -152,7 +152,6 @@ def _read(data: Any, convert: Convert, rows: list[int]) -> Examples:
 
 
 def stack_records(rows: Sequence[TensorTree]) -> TensorTree:
-    """Records of the same shapes as rows."""
     return map_tensors(lambda *each: torch.stack(each), *rows)
 
 
@@ -189,5 +188,4 @@ def identifying(examples: Examples) -> dict[str, TensorTree]:
 
 
 def record_bytes(record: tuple[TensorTree, TensorTree]) -> int:
-    """The memory that a record takes."""
     return sum(value.nbytes for value in tensors_of(record))

@@ -75,7 +75,6 @@ def load_records(config: RunConfig) -> TaskRecords:
 
 
 def task_of(config: RunConfig) -> Task:
-    """The task of a run."""
     if config.task is None:
         raise InvalidInputError("the config names no task; set task, or use dpsur.fit")
     return task_named(config.task, declared=config.declared)

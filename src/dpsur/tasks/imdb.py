@@ -97,7 +97,6 @@ def word_vectors(tokens: Array, offsets: Array) -> torch.Tensor:
 
 
 def rank_weights() -> Array:
-    """The weight of each word."""
     return np.log(np.arange(FIRST_RANK, LAST_RANK + 1) / WEIGHTLESS_RANK)
 
 

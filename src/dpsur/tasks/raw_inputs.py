@@ -213,7 +213,6 @@ class ArrayInputs:
         return as_tensor(records)
 
     def read(self, path: Path) -> RawRecords:
-        """Of the array x of a file."""
         _check_ending(path, (".npz", ".npy"), "arrays")
         return RawRecords(self.rows(_array(path)))
 

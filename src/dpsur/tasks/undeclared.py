@@ -48,12 +48,10 @@ class Undeclared:
         return cls(schema, np.stack(flags, axis=1), classes)
 
     def select(self, rows: Values) -> "Undeclared":
-        """The same of some records."""
         return Undeclared(self.schema, self.flags[rows], self.classes[rows])
 
     @classmethod
     def join(cls, parts: list["Undeclared"]) -> "Undeclared":
-        """The same of all parts of a table."""
         flags = np.concatenate([part.flags for part in parts])
         return cls(parts[0].schema, flags, np.concatenate([part.classes for part in parts]))
 

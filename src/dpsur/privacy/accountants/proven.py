@@ -249,7 +249,6 @@ class _Search:
         return self._seen[order]
 
     def best(self) -> EpsilonBounds:
-        """Epsilon at the best order found."""
         middle = self._coarse()
         low = math.log(COARSE_ORDERS[max(middle - 1, 0)] - 1.0)
         high = math.log(COARSE_ORDERS[min(middle + 1, len(COARSE_ORDERS) - 1)] - 1.0)

@@ -34,7 +34,6 @@ class Download:
 
 
 def silent(file: str, done: int, total: int | None) -> None:
-    """Report nothing."""
     del file, done, total
 
 

@@ -29,7 +29,6 @@ class FoundFiles:
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
         return self.paths[0].parent
 
 
