@@ -25,18 +25,23 @@ from urllib.parse import urldefrag, urljoin
 import numpy as np
 
 from dpsur.tasks.datasets import DATA_SETS, fetch
-from dpsur.tasks.datasets.archives import (
+from dpsur.tasks.datasets.download import TIMEOUT, SourceError
+from dpsur.tasks.datasets.published import Download, Source
+from dpsur.tasks.datasets.readers import (
+    BATCHES,
+    FILES,
+    RECORDS,
+    Array,
+    DamagedFileError,
     files_in_tar,
     in_threads,
+    join_records,
     readable,
     required_files,
     tar_members,
     unpacked,
     zip_members,
 )
-from dpsur.tasks.datasets.base import Array, DamagedFileError, Source
-from dpsur.tasks.datasets.download import TIMEOUT, Download, SourceError
-from dpsur.tasks.datasets.formats import BATCHES, FILES, RECORDS, join_records
 from dpsur.tasks.datasets.store import write_atomically
 
 AR, AR_HEADER = b"!<arch>\n", 60

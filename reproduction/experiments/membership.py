@@ -9,20 +9,21 @@ from typing import Any
 
 import torch
 
-from dpsur.attacks.data import split_pool
-from dpsur.attacks.metrics import LOW_RATES, Figure, measure
-from dpsur.attacks.models import Recipe, Trainer
-from dpsur.attacks.roc import (
+from dpsur.attacks.metrics import (
+    LOW_RATES,
     Curve,
+    Estimate,
     curve_of,
     draw_roc,
     gains_of,
     hits_from,
     hits_of,
     low_rate_interval,
+    measure,
 )
+from dpsur.attacks.models import Recipe, Trainer
 from dpsur.attacks.suite import ATTACKS, attack_target
-from dpsur.attacks.targets import PrivateTarget, plain_trainer, pool_on, target_network
+from dpsur.attacks.targets import PrivateTarget, plain_trainer, pool_on, split_pool, target_network
 from dpsur.config import Intervals, Performance, RunConfig
 from dpsur.features import NONE
 from dpsur.methods import method_named
@@ -242,9 +243,9 @@ def summary(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
                 "train": statistics.mean(row["train_accuracy"] for row in mine),
                 "test": statistics.mean(row["test_accuracy"] for row in mine),
                 "attack": attack,
-                **_over_seeds("accuracy", "", [Figure(**f["balanced_accuracy"]) for f in found]),
+                **_over_seeds("accuracy", "", [Estimate(**f["balanced_accuracy"]) for f in found]),
                 "paper": known.get((task, PAPER_NAMES.get(attack, ""), _in_paper(method), epsilon)),
-                **_over_seeds("auc", "auc_", [Figure(**f["auc"]) for f in found]),
+                **_over_seeds("auc", "auc_", [Estimate(**f["auc"]) for f in found]),
                 **_low_rates(found, hits),
                 "seeds": len(found),
             }
@@ -264,12 +265,12 @@ def _low_rates(found: Sequence[dict[str, Any]], hits: Sequence[list[int]]) -> di
         figures = []
         for stored, counts in zip(found, hits, strict=True):
             ends = low_rate_interval(counts, stored["members"], stored["others"], rate)
-            figures.append(Figure(stored[field]["value"], *ends))
+            figures.append(Estimate(stored[field]["value"], *ends))
         records |= _over_seeds(name, f"{name}_", figures)
     return records
 
 
-def _over_seeds(name: str, prefix: str, figures: Sequence[Figure]) -> dict[str, float]:
+def _over_seeds(name: str, prefix: str, figures: Sequence[Estimate]) -> dict[str, float]:
     """The mean, and the widest interval."""
     return {
         name: float(statistics.mean(figure.value for figure in figures)),

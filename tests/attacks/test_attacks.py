@@ -7,11 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur.attacks.classifier import Fitting, fit_committee, seeded
-from dpsur.attacks.data import as_many, join, split_pool, standardised
-from dpsur.attacks.features import last_layer_gradients, log_odds
 from dpsur.attacks.learned_attacks import learn_from_shadow, shadow_attack, white_box_attack
 from dpsur.attacks.metrics import Scores, measure
-from dpsur.attacks.models import ManyModels, Recipe, SeparateModels
+from dpsur.attacks.models import ManyModels, Recipe, SeparateModels, standardised
 from dpsur.attacks.score_attacks import (
     gap_attack,
     lira_offline,
@@ -24,6 +22,13 @@ from dpsur.attacks.score_attacks import (
     true_probability,
 )
 from dpsur.attacks.suite import ATTACKS, SHUFFLED, attack_target
+from dpsur.attacks.targets import (
+    as_many,
+    join,
+    last_layer_gradients,
+    log_odds,
+    split_pool,
+)
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
 from tests.statistics import FALSE_ALARM

@@ -6,8 +6,19 @@ import numpy as np
 import pytest
 from scipy.stats import binom, norm
 
-from dpsur.attacks.metrics import LOW_RATES, Scores, area, measure, proportion, roc_curve
-from dpsur.attacks.roc import curve_of, gains_of, hits_from, hits_of, low_rate_interval
+from dpsur.attacks.metrics import (
+    LOW_RATES,
+    Scores,
+    area,
+    curve_of,
+    gains_of,
+    hits_from,
+    hits_of,
+    low_rate_interval,
+    measure,
+    proportion,
+    roc_curve,
+)
 from dpsur.errors import InvalidInputError
 from tests.statistics import FALSE_ALARM
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from dpsur.attacks.metrics import Scores, measure
+from dpsur.attacks.metrics import Scores, gains_of, hits_of, measure
 from dpsur.attacks.models import Recipe
-from dpsur.attacks.roc import gains_of, hits_of
 from dpsur.attacks.targets import plain_trainer
 from dpsur.functional.records import Examples
 from dpsur.presets import preset_named

@@ -29,7 +29,7 @@ import dpsur.cli
 from dpsur.cli.parser import Parser
 from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.tasks.datasets import DATA_SETS, load_arrays
-from dpsur.tasks.datasets import formats as cifar
+from dpsur.tasks.datasets import readers as cifar
 from tests.robustness.harness import WRONG, Fault, Outcome, command, fault_of
 from tests.robustness.mutations import (
     ODD_TEXTS,

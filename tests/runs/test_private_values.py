@@ -11,7 +11,7 @@ from torch import nn
 
 import dpsur
 from dpsur.cli import main
-from dpsur.cli.private_log import logged_privately
+from dpsur.cli.terminal import logged_privately
 from dpsur.errors import InvalidInputError
 from dpsur.runs.validation import check_targets
 from tests.conftest import blobs, small_model

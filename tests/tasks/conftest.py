@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dpsur.tasks.datasets import CIFAR10, IMDB, MNIST
-from dpsur.tasks.datasets import formats as cifar
-from dpsur.tasks.datasets.base import digest
-from dpsur.tasks.datasets.formats import FILES
+from dpsur.tasks.datasets import readers as cifar
+from dpsur.tasks.datasets.published import digest
+from dpsur.tasks.datasets.readers import FILES
 
 RECORDS = 12
 

@@ -8,8 +8,7 @@ import pytest
 
 from dpsur.errors import InvalidInputError
 from dpsur.tasks.datasets import load_arrays
-from dpsur.tasks.datasets.load import status_of
-from dpsur.tasks.datasets.store import Cache
+from dpsur.tasks.datasets.store import Cache, status_of
 from tests.tasks.conftest import Digits
 
 LABELS = "t10k-labels-idx1-ubyte.gz"

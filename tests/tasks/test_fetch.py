@@ -13,8 +13,9 @@ import pytest
 
 from dpsur.errors import InvalidInputError
 from dpsur.tasks.datasets import fetch, load_arrays
-from dpsur.tasks.datasets.base import DamagedFileError, Source
-from dpsur.tasks.datasets.download import Download, SourceError, fetch_file
+from dpsur.tasks.datasets.download import SourceError, fetch_file
+from dpsur.tasks.datasets.published import Download, Source
+from dpsur.tasks.datasets.readers import DamagedFileError
 from reproduction import mirrors
 from tests.tasks.conftest import RECORDS, Digits
 from tests.tasks.server import serve

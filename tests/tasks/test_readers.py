@@ -15,8 +15,7 @@ import pytest
 
 from dpsur.errors import InvalidInputError
 from dpsur.tasks.datasets import load_arrays
-from dpsur.tasks.datasets.formats import FILES
-from dpsur.tasks.datasets.plain_values import as_array, read_plain_values
+from dpsur.tasks.datasets.readers import FILES, as_array, read_plain_values
 
 BROKEN = (b"e.", b"\x86.", b"h\x05.", b"K\x01K\x02.", b"K\x01K\x02b.")
 IMAGES = "train-images-idx3-ubyte"
@@ -213,7 +212,7 @@ def test_a_missing_file_is_named(digits, tmp_path):
 
 
 def test_files_of_another_data_set_are_recognised(digits, tmp_path, monkeypatch):
-    from dpsur.tasks.datasets import load
+    from dpsur.tasks.datasets import store as load
 
     fashion = replace(
         digits.data_set,

@@ -105,7 +105,9 @@ def fit_committee(
     slot = torch.zeros(fitting.networks, batch, dtype=torch.long, device=device)
     with seeded(seed, device):
         networks = [make().to(device).train() for _ in range(fitting.networks)]
-        take_step = _Step(networks, features, labels, weight, slot, fitting, epochs * steps)
+        take_step = _CommitteeStep(
+            networks, features, labels, weight, slot, fitting, epochs * steps
+        )
         may_capture = fitting.capture and device.type == "cuda"
         run = take_step.captured() if may_capture else take_step
         for _ in range(epochs):
@@ -116,7 +118,7 @@ def fit_committee(
     return Committee(networks[0].eval(), take_step.params)
 
 
-class _Step:
+class _CommitteeStep:
     """One step of Adam of all networks on the rows that `slot` names, in place."""
 
     def __init__(

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.attacks.classifier import Committee, Fitting, fit_committee
-from dpsur.attacks.features import last_layer_gradients, posteriors
 from dpsur.attacks.metrics import Scores
 from dpsur.attacks.models import Models
+from dpsur.attacks.targets import last_layer_gradients, posteriors
 from dpsur.functional.records import Examples
 
 SHADOW_FITTING = Fitting()

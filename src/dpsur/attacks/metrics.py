@@ -1,23 +1,31 @@
-"""How well an attack tells members from others, each figure with an interval."""
+"""What attacks find: accuracies and rates with intervals, and the ROC curve."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import bdtr, bdtrc, betaincinv, ndtri
 
+from dpsur import figure_style as style
 from dpsur.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+SHUFFLED = ", shuffled"
 CONFIDENCE = 0.95
 LOW_RATES = (0.01, 0.001)
 
 
 @dataclass(frozen=True)
-class Figure:
+class Estimate:
     """A figure and the interval that holds the true one with the stated confidence."""
 
     value: float
@@ -62,11 +70,11 @@ class Scores:
 class AttackMetrics:
     """What an attack reached. `members` and `others` say on how many records."""
 
-    accuracy: Figure
-    balanced_accuracy: Figure
-    auc: Figure
-    tpr_at_1_percent: Figure
-    tpr_at_01_percent: Figure
+    accuracy: Estimate
+    balanced_accuracy: Estimate
+    auc: Estimate
+    tpr_at_1_percent: Estimate
+    tpr_at_01_percent: Estimate
     members: int
     others: int
 
@@ -89,32 +97,32 @@ def measure(scores: Scores, confidence: float = CONFIDENCE) -> AttackMetrics:
     )
 
 
-def proportion(hits: int, trials: int, confidence: float = CONFIDENCE) -> Figure:
+def proportion(hits: int, trials: int, confidence: float = CONFIDENCE) -> Estimate:
     """A share with its Clopper-Pearson interval."""
     error = (1 - confidence) / 2
     low = 0.0 if hits == 0 else float(betaincinv(hits, trials - hits + 1, error))
     high = 1.0 if hits == trials else float(betaincinv(hits + 1, trials - hits, 1 - error))
-    return Figure(hits / trials, low, high)
+    return Estimate(hits / trials, low, high)
 
 
-def _balanced(right: tuple[int, int], sizes: tuple[int, int], confidence: float) -> Figure:
+def _balanced(right: tuple[int, int], sizes: tuple[int, int], confidence: float) -> Estimate:
     """The mean of two shares; its interval from theirs, with half of the error each."""
     each = 1 - (1 - confidence) / 2
     parts = [proportion(hits, size, each) for hits, size in zip(right, sizes, strict=True)]
     value, low, high = (
         sum(getattr(part, name) for part in parts) / 2 for name in ("value", "low", "high")
     )
-    return Figure(value, low, high)
+    return Estimate(value, low, high)
 
 
-def _rate_at(scores: Scores, rate: float, confidence: float) -> Figure:
+def _rate_at(scores: Scores, rate: float, confidence: float) -> Estimate:
     """Share of members above a threshold that at most this share of the others passes."""
     members, highest = scores.members, np.sort(scores.others)[::-1]
     strict, loose = ranks_around(rate, len(highest), confidence)
     value = float((members > highest[math.floor(rate * len(highest))]).mean())
     low = int((members > highest[strict - 1]).sum()) if strict > 0 else 0
     high = int((members >= highest[loose]).sum()) if loose < len(highest) else len(members)
-    return Figure(value, *share_between(low, high, len(members), confidence))
+    return Estimate(value, *share_between(low, high, len(members), confidence))
 
 
 def ranks_around(rate: float, others: int, confidence: float = CONFIDENCE) -> tuple[int, int]:
@@ -144,7 +152,7 @@ def share_between(
     return least.low, most.high
 
 
-def area(members: Array, others: Array, confidence: float = CONFIDENCE) -> Figure:
+def area(members: Array, others: Array, confidence: float = CONFIDENCE) -> Estimate:
     """Area under the ROC curve with DeLong's interval, ties counted half."""
     above_others = _mean_rank_among(members, others)
     below_members = 1 - _mean_rank_among(others, members)
@@ -154,7 +162,7 @@ def area(members: Array, others: Array, confidence: float = CONFIDENCE) -> Figur
         + below_members.var(ddof=min(1, len(others) - 1)) / len(others)
     )
     reach = float(-ndtri((1 - confidence) / 2)) * math.sqrt(variance)
-    return Figure(value, max(0.0, value - reach), min(1.0, value + reach))
+    return Estimate(value, max(0.0, value - reach), min(1.0, value + reach))
 
 
 def _mean_rank_among(values: Array, reference: Array) -> Array:
@@ -173,3 +181,104 @@ def roc_curve(scores: Scores) -> tuple[Array, Array]:
         for part in (scores.others, scores.members)
     ]
     return rates[0], rates[1]
+
+
+Curve = tuple[list[float], list[float]]
+POINTS = 200
+LEAST = 1e-4
+ROUNDING = 1e-12  # of rates that are fractions
+GAP = "gap"
+COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.INK, style.GREY)
+DASHES = ("-", "--", ":")
+
+
+def hits_of(scores: Scores) -> list[int]:
+    """How many members are found at so many false positive rates: all that a curve needs."""
+    false, true = roc_curve(scores)
+    # the highest point that keeps to the rate, never one between two thresholds
+    place = np.searchsorted(false, _rates(len(scores.others)) * (1 + ROUNDING), "right") - 1
+    return [round(float(y) * len(scores.members)) for y in true[place]]
+
+
+def gains_of(hits: Sequence[int]) -> list[int]:
+    """How many more are found at a rate than at the one before: shorter numbers for a row."""
+    return [here - before for before, here in pairwise([0, *hits])]
+
+
+def hits_from(gains: Sequence[int]) -> list[int]:
+    """What `gains_of` was given."""
+    return list(accumulate(gains))
+
+
+def curve_of(hits: Sequence[int], members: int, others: int) -> Curve:
+    """A curve in so many points, evenly spaced in the logarithm of the false positive rate."""
+    return [float(x) for x in _rates(others)], [found / members for found in hits]
+
+
+def _rates(others: int) -> Array:
+    return np.geomspace(max(LEAST, 1 / others), 1.0, POINTS)
+
+
+def low_rate_interval(
+    hits: Sequence[int], members: int, others: int, rate: float, confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """The interval of the true positive rate at a low false positive rate, from points of a curve.
+
+    Formal guarantee: it holds the interval that `measure` gives for the scores themselves. The hits
+    of a point are known, and so is the most others that pass its threshold. At the lower end, a
+    point that not more pass than `measure` allows has not more hits. At the upper end, a point that
+    may be passed by as many has no fewer, unless others of equal scores kept its threshold above
+    them; the next point with more hits is then below these.
+    """
+    passed = np.floor(_rates(others) * (1 + ROUNDING) * others)
+    counted = np.array(hits)
+    strict, loose = ranks_around(rate, others, confidence)
+    within, beyond = counted[passed < strict], counted[passed > loose]
+    more = beyond[beyond > beyond.min(initial=members)]
+    low = int(within.max(initial=0))
+    return share_between(low, int(more.min(initial=members)), members, confidence)
+
+
+def draw_roc(panels: Mapping[str, Mapping[str, Curve]]) -> "Figure":
+    """A panel per target, with the line of guessing and one legend for all.
+
+    The gap attack has no curve: its only threshold is a point, which is marked. All shuffled
+    controls look the same, and should lie on the line of guessing.
+    """
+    figure = style.new_figure(style.COLUMN * (len(panels) + 0.45), style.COLUMN)
+    places = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    every = dict.fromkeys(name for curves in panels.values() for name in curves)
+    names = [name for name in every if not name.endswith(SHUFFLED)]
+    for axes, (title, curves) in zip(places, panels.items(), strict=True):
+        for name in names:
+            if name in curves:
+                _curve(axes, names.index(name), name, *curves[name])
+        controls = [curve for name, curve in curves.items() if name not in names]
+        for index, (false, true) in enumerate(controls):
+            label = "shuffled" if index == 0 else None
+            axes.plot(false, _on_axes(true), color=style.PALE, linewidth=0.8, zorder=1, label=label)
+        axes.plot([LEAST, 1], [LEAST, 1], color=style.PALE, linewidth=1, zorder=0)
+        axes.set(xscale="log", yscale="log", xlim=(LEAST, 1), ylim=(LEAST, 1), title=title)
+        axes.set_xlabel("false positive rate")
+    places[0].set_ylabel("true positive rate")
+    handles, labels = places[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize=7)
+    return figure
+
+
+def _curve(axes: "Axes", index: int, name: str, false: list[float], true: list[float]) -> None:
+    colour = COLOURS[index % len(COLOURS)]
+    if name == GAP:
+        rise = next((i for i, y in enumerate(true) if y > 0), len(true) - 1)
+        # whole, also on the edge of the panel
+        axes.plot(
+            false[rise], true[rise], "o", color=colour, label=name, markersize=4, clip_on=False
+        )
+        return
+    dash = DASHES[index // len(COLOURS) % len(DASHES)]
+    axes.plot(false, _on_axes(true), dash, color=colour, label=name)
+
+
+def _on_axes(true: list[float]) -> Array:
+    """Zero has no place on a logarithmic axis, and is drawn below it."""
+    return np.maximum(true, LEAST / 10)

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpsur.attacks.features import log_odds, posteriors
 from dpsur.attacks.metrics import Array, Flags, Scores
 from dpsur.attacks.models import Models, Trainer
+from dpsur.attacks.targets import log_odds, posteriors
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
 

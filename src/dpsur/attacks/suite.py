@@ -7,9 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dpsur.attacks.data import Split, as_many
 from dpsur.attacks.learned_attacks import learn_from_shadow, shadow_attack, white_box_attack
-from dpsur.attacks.metrics import Scores
+from dpsur.attacks.metrics import SHUFFLED, Scores
 from dpsur.attacks.models import Models, SeparateModels, Trainer
 from dpsur.attacks.score_attacks import (
     gap_attack,
@@ -21,12 +20,12 @@ from dpsur.attacks.score_attacks import (
     train_shadows,
     true_probability,
 )
+from dpsur.attacks.targets import Split, as_many
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
 from dpsur.status import status
 
 Guess = Callable[[Examples, Examples], Scores]
-SHUFFLED = ", shuffled"
 # attack -> what it does
 ATTACKS = {
     "gap": "whoever is classified correctly is taken for a member",

@@ -1,16 +1,17 @@
-"""Targets to attack: trained without privacy, many at once, or by a method under a budget."""
+"""Targets of attacks: records that were and were not trained on, and models trained on them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from dpsur import checks
-from dpsur.attacks.data import join
-from dpsur.attacks.models import ManyModels, Recipe, SeparateModels
+from dpsur.attacks.models import ROWS_AT_ONCE, ManyModels, Models, Recipe, SeparateModels
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
@@ -22,6 +23,107 @@ from dpsur.runs.tasks import TaskRecords, build_task_session
 from dpsur.runs.together import run_together
 from dpsur.tasks import Task, task_named
 from dpsur.tasks.base import PIXELS, TOKENS, VECTORS
+
+SHARES = (2, 1, 2, 1)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of the pool: what the target and the shadow model are trained and tested on."""
+
+    pool: Examples
+    target_train: Tensor
+    target_test: Tensor
+    shadow_train: Tensor
+    shadow_test: Tensor
+
+    def examples(self, rows: Tensor) -> Examples:
+        return self.pool.select(rows.to(self.pool.inputs.device))
+
+
+def split_pool(pool: Examples, seed: int) -> Split:
+    if len(pool) < sum(SHARES):
+        raise InvalidInputError(f"a pool of {len(pool)} records cannot be cut into four parts")
+    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))
+    part = len(pool) / sum(SHARES)
+    ends = [round(part * sum(SHARES[: k + 1])) for k in range(4)]
+    parts = [order[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return Split(pool, *parts)
+
+
+def join(*sets: Examples) -> Examples:
+    """Several sets of records as one pool."""
+    return Examples(
+        torch.cat([part.inputs for part in sets]), torch.cat([part.targets for part in sets])
+    )
+
+
+def as_many(rows: Tensor, count: int, seed: int) -> Tensor:
+    """At most `count` of the rows, drawn at random."""
+    if len(rows) <= count:
+        return rows
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    return rows[order[:count]]
+
+
+def posteriors(models: Models, examples: Examples, index: int = 0) -> Tensor:
+    """Probabilities of the classes, as one of the models gives them."""
+    return models.outputs(examples.inputs)[index].double().softmax(1)
+
+
+def log_odds(outputs: Tensor, targets: Tensor) -> Tensor:
+    """log(p / (1 - p)) of the true class, without ever forming p.
+
+    `outputs` may have further dimensions in front of (records, classes).
+    """
+    outputs = outputs.double()
+    index = targets.to(outputs.device).expand(outputs.shape[:-1]).unsqueeze(-1)
+    true = outputs.gather(-1, index)
+    rest = outputs.scatter(-1, index, float("-inf"))
+    return true.squeeze(-1) - rest.logsumexp(-1)
+
+
+def last_layer(module: nn.Module) -> nn.Linear:
+    """The linear layer that gives the outputs: the last one that is registered."""
+    layers = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    if not layers:
+        raise InvalidInputError(
+            f"{type(module).__name__} has no linear layer whose gradient could be read"
+        )
+    return layers[-1]
+
+
+@contextmanager
+def _recorded(layer: nn.Linear) -> Iterator[list[Tensor]]:
+    """What goes into a layer while the context is open."""
+    seen: list[Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def last_layer_gradients(module: nn.Module, examples: Examples) -> tuple[Tensor, Tensor]:
+    """Outputs, and each record's own gradient of cross-entropy by the last layer's weights.
+
+    For outputs W h + b the gradient is (p - y) h^T, a matrix a record, with the gradient by b as a
+    further column. Nothing is summed over records.
+    """
+    layer = last_layer(module)
+    outputs, gradients = [], []
+    device = layer.weight.device
+    for start in range(0, len(examples), ROWS_AT_ONCE):
+        rows = torch.arange(start, min(start + ROWS_AT_ONCE, len(examples)))
+        part = examples.select(rows.to(examples.inputs.device)).to(device)
+        with torch.no_grad(), _recorded(layer) as seen:
+            answer = module(part.inputs)
+        hidden = F.pad(seen[0], (0, 1), value=1.0)
+        errors = answer.softmax(1) - F.one_hot(part.targets, answer.shape[1]).to(answer.dtype)
+        outputs.append(answer)
+        gradients.append(errors.unsqueeze(2) * hidden.unsqueeze(1))
+    return torch.cat(outputs), torch.cat(gradients)
+
 
 # Models that take a step together: as many as still gain speed on one device. Several networks of
 # large convolutions are slower together than one after another.

@@ -12,10 +12,8 @@ from io import TextIOWrapper
 from typing import TextIO
 
 from dpsur._version import __version__
-from dpsur.cli.console import standard_streams
 from dpsur.cli.parser import Parser
-from dpsur.cli.private_log import logged_privately
-from dpsur.cli.signals import interrupts_exit_at_once
+from dpsur.cli.terminal import interrupts_exit_at_once, logged_privately, standard_streams
 from dpsur.errors import (
     DiagnosticsWarning,
     DpsurError,
@@ -57,7 +55,10 @@ GROUPS = {
     },
     "privacy": {
         "account": ("dpsur.cli.account:set_up", "what a run costs, under each accounting"),
-        "calibrate": ("dpsur.cli.calibrate:set_up", "choose noise, updates or gate for a budget"),
+        "calibrate": (
+            "dpsur.cli.account:set_up_calibrate",
+            "choose noise, updates or gate for a budget",
+        ),
         "ledger": ("dpsur.cli.ledger:set_up", "what all runs on a data set may spend together"),
         "proof": ("dpsur.cli.listings:set_up_proof", "the theorem behind epsilon, and its proof"),
     },

@@ -9,12 +9,18 @@ import torch
 import torch.nn.functional as F
 
 from dpsur import checks
-from dpsur.attacks.data import as_many, split_pool
 from dpsur.attacks.metrics import AttackMetrics, Scores, measure
 from dpsur.attacks.models import Recipe, SeparateModels, Trainer
 from dpsur.attacks.score_attacks import gap_attack
 from dpsur.attacks.suite import ATTACKS, AttackScores, attack_target, check_attacks, with_white_box
-from dpsur.attacks.targets import PrivateTarget, attacked_pool, plain_features, plain_trainer
+from dpsur.attacks.targets import (
+    PrivateTarget,
+    as_many,
+    attacked_pool,
+    plain_features,
+    plain_trainer,
+    split_pool,
+)
 from dpsur.cli.parser import figure_path
 from dpsur.cli.run_options import add_method_options, build_method, given_method_options
 from dpsur.config import RunConfig
@@ -194,7 +200,7 @@ def _release(options: argparse.Namespace, names: list[str], device: torch.device
 
 def _draw(path: Path, scores: dict[str, Scores]) -> None:
     from dpsur import figure_style as style
-    from dpsur.attacks.roc import curve_of, draw_roc, hits_of
+    from dpsur.attacks.metrics import curve_of, draw_roc, hits_of
 
     curves = {
         name: curve_of(hits_of(part), len(part.members), len(part.others))

@@ -5,7 +5,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from dpsur.cli.private_log import LOG
+from dpsur.cli.terminal import LOG
 from dpsur.environment import CACHE_VARIABLE, cache_folder
 from dpsur.errors import InvalidInputError
 from dpsur.runs.files import PRIVATE

@@ -9,7 +9,7 @@ from typing import Any, Self
 from dpsur.errors import FileError, InvalidInputError, describe_os_error
 from dpsur.tasks import mnist_5k
 from dpsur.tasks.datasets import DATA_SETS, fetch
-from dpsur.tasks.datasets.load import MISSING, READY, Status, status_of
+from dpsur.tasks.datasets.store import MISSING, READY, Status, status_of
 from dpsur.tasks.schema import template
 from dpsur.tasks.tables import header
 

@@ -99,7 +99,7 @@ def _devices() -> dict[str, str]:
 
 def _data() -> dict[str, str]:
     from dpsur.tasks.datasets import DATA_SETS
-    from dpsur.tasks.datasets.load import status_of
+    from dpsur.tasks.datasets.store import status_of
 
     data = {}
     for name, data_set in DATA_SETS.items():

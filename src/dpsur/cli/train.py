@@ -18,7 +18,7 @@ from dpsur.cli.run_options import (
     agreed_config,
     join_ranks,
 )
-from dpsur.cli.signals import Stop, stop_on_signal
+from dpsur.cli.terminal import Stop, stop_on_signal
 from dpsur.config import RunConfig, data_facts
 from dpsur.distributed import Ranks
 from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, describe_os_error

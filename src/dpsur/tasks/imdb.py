@@ -18,8 +18,8 @@ from dpsur.features.words import WORDS_DIMENSION, words
 from dpsur.functional.records import Examples
 from dpsur.tasks.base import TOKENS, VECTORS, WORD_ROWS, Task
 from dpsur.tasks.datasets import IMDB, load_arrays
-from dpsur.tasks.datasets.base import Array, Arrays
 from dpsur.tasks.datasets.published import KERAS_FILES
+from dpsur.tasks.datasets.readers import Array, Arrays
 from dpsur.tasks.datasets.store import data_folders, download_folder
 
 PADDING, START, UNKNOWN = 0, 1, 2

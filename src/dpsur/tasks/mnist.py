@@ -8,7 +8,7 @@ import torch
 from dpsur.functional.records import Examples
 from dpsur.tasks.base import PIXELS, SCATTERING, Task, linear_heads
 from dpsur.tasks.datasets import FASHION_MNIST, MNIST, load_arrays
-from dpsur.tasks.datasets.base import Array, Arrays
+from dpsur.tasks.datasets.readers import Array, Arrays
 
 NETWORKS = {
     SCATTERING: {"name": "scattering-cnn", "classes": 10},

@@ -29,8 +29,7 @@ from dpsur.tasks.base import (
     Task,
     linear_heads,
 )
-from dpsur.tasks.datasets.archives import read_arrays
-from dpsur.tasks.datasets.base import Array, Arrays, DamagedFileError
+from dpsur.tasks.datasets.readers import Array, Arrays, DamagedFileError, read_arrays
 
 PREFIX = "npz:"
 KNOWN = ("x", "y", "x_test", "y_test", "classes")

@@ -1,14 +1,17 @@
-"""Files over HTTP: checked against a checksum, and continued where a transfer broke off."""
+"""Downloads files over HTTP, checked and resumed, and data sets from the first working source."""
 
 import hashlib
 import http.client
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from dpsur.errors import DpsurError
+from dpsur.errors import DpsurError, InvalidInputError
+from dpsur.tasks.datasets.published import DataSet, Download, Source
+from dpsur.tasks.datasets.readers import DamagedFileError
+from dpsur.tasks.datasets.store import FoundFiles, by_hand, download_folder, find, read_found
 
 TIMEOUT = 30.0
 BLOCK = 1 << 18
@@ -22,15 +25,6 @@ Report = Callable[[str, int, int | None], None]
 
 class SourceError(DpsurError):
     """A source that does not answer, or answers with something else. The next one is tried."""
-
-
-@dataclass(frozen=True)
-class Download:
-    """A file to fetch. `checksum` is written `sha256:...` or `md5:...`."""
-
-    url: str
-    file: str
-    checksum: str
 
 
 def silent(file: str, done: int, total: int | None) -> None:
@@ -138,3 +132,94 @@ def _continues(response: http.client.HTTPResponse, start: int) -> bool:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+Say = Callable[[str], None]
+
+
+def fetch(
+    data_set: DataSet, data_dir: Path | None = None, report: Report = silent, say: Say = print
+) -> Path:
+    """Bring a data set to the data folder unless it is there; return the folder of its files."""
+    root = download_folder(data_dir)
+    present = _present(data_set, root, say)
+    if present is not None:
+        say(f"{data_set.name} is in {present}")
+        return present
+    home = root / data_set.folders[0]
+    _make(home)
+    failures = []
+    for source in data_set.sources:
+        say(f"{data_set.name}: trying {source.label}")
+        try:
+            return _fetched(data_set, source, root, report)
+        except (SourceError, DamagedFileError) as error:
+            failures.append(f"{source.label}: {error}")
+            say(f"  {error}")
+    raise InvalidInputError(
+        "\n  ".join([f"no source gave the data of {data_set.name}:", *failures])
+        + f"\nby hand: {by_hand(data_set, data_dir)}, then check with: dpsur data list --check"
+    )
+
+
+def _present(data_set: DataSet, root: Path, say: Say) -> Path | None:
+    """The folder of the files if they are all there, and right."""
+    found = find(data_set, [root])
+    if not isinstance(found, FoundFiles):
+        return None
+    try:
+        read_found(data_set, found)
+    except DamagedFileError as error:
+        raise InvalidInputError(f"{error}; delete it and fetch again") from error
+    except InvalidInputError as error:
+        # Files of another data set with the same names; ours go into a subfolder.
+        say(str(error))
+        return None
+    return found.folder
+
+
+def _fetched(data_set: DataSet, source: Source, root: Path, report: Report) -> Path:
+    """The folder of files that a source gave and that hold the published content."""
+    home = root / data_set.folders[0]
+    before = set(home.iterdir())
+    _fetch_from(source, home, report)
+    found = find(data_set, [root])
+    try:
+        if not isinstance(found, FoundFiles):
+            raise SourceError("it does not hold all files")
+        read_found(data_set, found)
+    except (SourceError, DamagedFileError):
+        for path in set(home.iterdir()) - before:
+            path.unlink()
+        raise
+    # What a source began that then broke off, and another one brought in a package.
+    for names in found.form.files:
+        for name in names:
+            part_of(home / name).unlink(missing_ok=True)
+    return found.folder
+
+
+def _fetch_from(source: Source, home: Path, report: Report) -> None:
+    downloads = source.downloads()
+    if source.unpack is None:
+        for wanted in downloads:
+            fetch_file(wanted, home, report)
+        return
+    for wanted in downloads:
+        package = fetch_file(wanted, home, report)
+        try:
+            source.unpack(package, home)
+        finally:
+            package.unlink()
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InvalidInputError(
+            f"the data folder {folder} cannot be written ({error.strerror}); "
+            "choose another one with --data-dir"
+        ) from error

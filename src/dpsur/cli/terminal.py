@@ -1,0 +1,205 @@
+"""What commands do with a terminal: streams, signals, and a private log of error details."""
+
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
+
+from dpsur.environment import cache_folder
+from dpsur.errors import FileError, InvalidInputError, cause_of
+from dpsur.runs.files import PRIVATE
+
+if TYPE_CHECKING:
+    from dpsur.mechanism.state import Verdict
+    from dpsur.mechanism.trial import Progress
+    from dpsur.privacy.plan import Plan
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """Wrap the standard streams: what nobody reads is dropped, a full disk is an error.
+
+    Standard error shows progress and warnings only, so there it is dropped in any case.
+    """
+    before = sys.stdout, sys.stderr
+    _fill_closed_descriptors()
+    with _Stream(before[0], "standard output") as out, _Stream(before[1]) as err:
+        sys.stdout, sys.stderr = cast("TextIO", out), cast("TextIO", err)
+        try:
+            yield
+            out.flush()
+        finally:
+            sys.stdout, sys.stderr = before
+
+
+def _fill_closed_descriptors() -> None:
+    """Open closed ones (`2>&-`), or the next file takes the number and gets what is printed."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            with suppress(OSError):
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
+class _Nowhere(io.StringIO):
+    """Stands in for a stream that was closed before the process began."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+class _Stream:
+    """A text stream whose reader may leave. `name` makes other failures errors, by that name."""
+
+    def __init__(self, stream: TextIO | None, name: str | None = None) -> None:
+        self._stream = _Nowhere() if stream is None else stream
+        self._name = name
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self.flush()
+
+    def write(self, text: str) -> int:
+        """Write, as far as someone reads."""
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError as error:  # the C locale: question marks for other letters
+            return self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
+        except (OSError, ValueError) as error:
+            self._failed(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, as far as someone reads."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError | ValueError) -> None:
+        self._discard()
+        gone = isinstance(error, (BrokenPipeError, ValueError))  # ValueError: closed in the process
+        if self._name is not None and isinstance(error, OSError) and not gone:
+            raise FileError(f"{self._name} cannot be written ({cause_of(error)})") from error
+
+    def _discard(self) -> None:
+        """Send the rest to nowhere, also what the interpreter flushes at its end."""
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def interrupts_exit_at_once() -> Iterator[None]:
+    """Leave on Ctrl-C without an exception, for as long as there is nothing to clean up.
+
+    An exception would have to pass through modules that are half imported, some of which print it
+    or turn it into another one.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or before is not signal.default_int_handler:  # ignored, or someone else's
+        yield
+        return
+    signal.signal(signal.SIGINT, _exit_at_once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _exit_at_once(number: int, frame: object) -> NoReturn:
+    del number, frame
+    _say("dpsur: stopped")
+    os._exit(130)
+
+
+def _say(text: str) -> None:
+    with suppress(RuntimeError):  # the signal came in the middle of another line
+        print(text, file=sys.stderr, flush=True)
+
+
+class Stop:
+    """The first Ctrl-C or SIGTERM asks a training run to save itself and stop.
+
+    A second one stops at once, and so does the first where nothing is trained yet.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._training = False
+
+    def started(self, plan: "Plan", progress: "Progress") -> None:
+        """There is a checkpoint now, and a trial to be finished."""
+        del plan, progress
+        self._training = True
+
+    def trials(self, progress: "Progress", verdicts: "Sequence[Verdict]") -> None:
+        """Nothing to do."""
+
+    def evaluated(self, progress: "Progress", scores: dict[str, float], epsilon: float) -> None:
+        """Nothing to do."""
+
+    def on_signal(self, number: int, frame: Any) -> None:
+        """Handle SIGINT and SIGTERM."""
+        del number, frame
+        again, self.asked = self.asked, True
+        if again or not self._training:
+            raise KeyboardInterrupt
+        _say("\ndpsur: stopping after the current trial, or block of captured trials ...")
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Stop]:
+    """Handle SIGINT and SIGTERM this way for a while."""
+    stop = Stop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, stop.on_signal) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+LOG = "errors.log"
+
+
+def logged_privately(error: InvalidInputError, arguments: Sequence[str]) -> str:
+    """Write what an error holds back to a log, and return the words that say where it is.
+
+    The log is in `private/` of the run that is resumed, else in `private/` of the cache: a run that
+    never began has no folder.
+    """
+    if error.private is None:
+        return ""
+    path = _folder(arguments) / LOG
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{error}\n  {error.private}\n")
+        return f" (the values are private: see {path})"
+    return ""
+
+
+def _folder(arguments: Sequence[str]) -> Path:
+    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, given = option.partition("=")
+        private = Path(given or value) / PRIVATE
+        if name == "--resume" and private.is_dir():
+            return private
+    return cache_folder() / PRIVATE
