@@ -73,6 +73,7 @@ _ELEMENTWISE = {
     *("Clamp", "ClampMin", "ClampMax", "Pow", "Reciprocal", "ToCopy", "Clone", "Alias", "Sgn"),
     *("NanToNum", "Elu", "LeakyRelu", "Hardtanh", "Huber", "Xlogy", "Lgamma", "Digamma"),
     *("Tan", "Sinh", "Cosh", "Asin", "Acos", "Atan", "Asinh", "Acosh", "Atanh", "Erfc", "Mish"),
+    *("Hardswish", "Hardsigmoid", "Sinc"),
 }
 _ARGUMENTS = (
     *("min", "max", "min_val", "max_val", "exponent", "other", "alpha", "beta", "threshold"),
@@ -322,13 +323,12 @@ class _Walk:
         ):
             return RecordRows(shape)
         if kind == "Mm" and len(rows) == 1 and node.next_functions[1][0] is None:
-            fixed = node._saved_mat2.double()  # the same in every batch, such as prototypes
-            self.factors += [float(fixed.sum()), float(fixed.norm())]
+            self._note_fixed(node._saved_mat2)  # such as prototypes
             return RecordRows(shape)
         if kind == "MaskedFill" and len(rows) == 1 and not node._saved_mask.any():
             return first  # of label smoothing, whose mask holds ignored targets
         same = all(one.shape == shape for one in rows)
-        if kind in ("Maximum", "Minimum") and same and len(rows) == 2:
+        if kind in ("Maximum", "Minimum", "Xlogy", "Atan2", "Hypot") and same and len(rows) == 2:
             return RecordRows(shape)
         if kind == "Where" and same and self._is_target(node._saved_condition):
             return RecordRows(shape)
@@ -369,6 +369,12 @@ class _Walk:
         if kind in _LOSSES:
             return self._loss(node, kind, first, shape)
         raise self._unknown(node)
+
+    def _note_fixed(self, value: Tensor) -> None:
+        """Note a tensor that has to be the same in every batch, by numbers that tell it."""
+        places = torch.arange(1, value.numel() + 1, device=value.device, dtype=torch.float64)
+        found = value.detach().double().flatten()
+        self.factors += [float(found.sum()), float(found.norm()), float(found @ places.sqrt())]
 
     def _is_target(self, value: Any) -> bool:
         """Whether a constant has a row per record."""
@@ -425,8 +431,12 @@ class _Walk:
                 self.factors.append(value)
                 return RecordRows(shape)
             other = _saved(node)  # a target, or a weight of each record
-            if other is not None and rows[0].shape == shape and tuple(other.shape) == shape:
-                return RecordRows(shape)
+            if other is not None and rows[0].shape == shape:
+                if tuple(other.shape) == shape:
+                    return RecordRows(shape)
+                if other.dim() < len(shape):  # the same in every batch, such as levels of quantiles
+                    self._note_fixed(other)
+                    return RecordRows(shape)
         raise self._unknown(node, "rows times a tensor, which may hold weights of the whole batch")
 
     def _view(self, node: Any, first: RecordRows, shape: tuple[int, ...]) -> State:

@@ -588,8 +588,7 @@ class Watcher:
         """
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
-        if not getattr(tape, "unusable", False):
-            _check_all_used(tape)
+        _check_all_used(tape)
         return dict(
             clip_tape(
                 tape,
@@ -682,6 +681,8 @@ def _under(tensors: list[Tensor], calls: Mapping[tuple[Any, int], _T]) -> list[_
 
 
 def _check_all_used(*tapes: Tape) -> None:
+    if any(tape.incomplete for tape in tapes):
+        return
     used = {name for tape in tapes for name, kept in tape.contributions.items() if kept}
     missing = next((name for name in tapes[0].params if name not in used), None)
     if missing is not None:

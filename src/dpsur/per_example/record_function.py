@@ -266,7 +266,7 @@ class RecordFunction:
         """Records that all make the function raise: each has the gradient zero."""
         held = params or {name: value.detach() for name, value in self.trained.items()}
         tape = LevelTape(held, records)
-        tape.unusable = True
+        tape.incomplete = True
         losses = torch.full((records,), torch.nan, device=tensors_of(batch)[0].device)
         tape.spoiled = losses.isnan()
         return tape, losses, {}

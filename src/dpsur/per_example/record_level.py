@@ -94,7 +94,6 @@ class LevelTape(Tape):
         super().__init__(params, examples)
         self._copies: dict[str, Tensor] = {}
         self.copied: set[str] = set()  # weights of operations without a rule
-        self.unusable = False  # whether no record could be differentiated
         # a function may use a weight that it got hold of before the step
         self.own = {id(value): name for name, value in (own or {}).items()}
         self.names |= self.own
@@ -493,6 +492,11 @@ def _without_recomputing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
 _ALWAYS = (nn.RNNBase, nn.RNNCellBase, nn.EmbeddingBag, nn.MultiheadAttention)
 
 
+_OVERRIDDEN = "has_overridden_vmap_rule"
+if not hasattr(torch._functorch.autograd_function, _OVERRIDDEN):
+    _OVERRIDDEN = "has_overriden_vmap_rule"  # as torch spelled it before 2.8
+
+
 @contextmanager
 def only_trusted_rules() -> Iterator[None]:
     """Use no batching rules but PyTorch's and ours: one of the user's may let records meet.
@@ -505,7 +509,7 @@ def only_trusted_rules() -> Iterator[None]:
         known = function.__module__.partition(".")[0] in ("torch", "dpsur")
         return known and function.vmap is not torch.autograd.Function.vmap
 
-    with _replaced(torch._functorch.autograd_function, "has_overridden_vmap_rule", trusted):
+    with _replaced(torch._functorch.autograd_function, _OVERRIDDEN, trusted):
         yield
 
 
@@ -857,12 +861,27 @@ def _number(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -
     """
     sizes = args if args else (kwargs.get("size"),)
     if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) and not sizes[0]:
+        level.tape.incomplete = True
         with level._popped():
             return func(*args, **kwargs)
     return func(*args, **kwargs)
 
 
+def squeezed(values: Tensor) -> Tensor:
+    """`squeeze()` as for several records, whose dimension stays: the first one of length 1."""
+    ones = [dim for dim, length in enumerate(values.shape) if length == 1]
+    return values.squeeze(ones[1:])
+
+
+def _squeeze(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    if len(args) == 1 and not kwargs and level.holds(args[0]):
+        return squeezed(args[0])
+    return func(*args, **kwargs)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.squeeze: _squeeze,
+    Tensor.squeeze: _squeeze,
     torch.rand: _number,
     torch.randn: _number,
     torch.roll: _roll,

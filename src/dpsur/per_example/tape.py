@@ -173,6 +173,8 @@ class Tape:
     # goes, as PyTorch gives back what it saved itself. The graph would keep it to the end.
     once: bool = False
     known: KnownInputs | None = None
+    # Whether parameters may take no part: no record was usable, or a random number left layers out.
+    incomplete: bool = False
     # Examples whose loss is NaN, which count for nothing. Backward passes of some activations turn
     # NaN into a number, another one in the middle of a batch than at its end.
     spoiled: Tensor | None = None

@@ -15,7 +15,6 @@ class SampleNet(nn.Module):
 
     def forward(self, x):
         x = self.emb(x).transpose(1, 2)
-        # instead: return self.fc(self.pool(x).squeeze(2))
         return self.fc(self.pool(x).squeeze())
 
 
