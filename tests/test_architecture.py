@@ -38,7 +38,7 @@ ARROWS = {
     "mechanism": {"distributed", "per_example", "functional", "privacy"},
     "features": {"mechanism", "per_example", "functional", "privacy"},
     "networks": {"features"},
-    "tasks": {"networks", "features", "functional"},
+    "tasks": {"networks", "features", "functional", "privacy"},
     "methods": {"distributed", "networks", "mechanism", "per_example", "functional", "privacy"},
     "runs": {
         "distributed",

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from dpsur.runs.predictor import Predictor, load
     from dpsur.runs.progress import ProgressBar
     from dpsur.runs.result import Run
+    from dpsur.runs.schema_learning import learn_schema
     from dpsur.runs.session import Observer
     from dpsur.runs.trackers import Tracker
     from dpsur.runs.verification import verify
@@ -77,6 +78,7 @@ _HOMES = {
     "fix": "dpsur.per_example.check_and_fix",
     "from_opacus": "dpsur.opacus.checkpoint",
     "Gaussian": "dpsur.privacy.events",
+    "learn_schema": "dpsur.runs.schema_learning",
     "load": "dpsur.runs.predictor",
     "LossGate": "dpsur.mechanism.gates",
     "LossTest": "dpsur.privacy.events",
@@ -164,6 +166,7 @@ __all__ = [
     "fit",
     "fix",
     "from_opacus",
+    "learn_schema",
     "load",
     "model_loss",
     "per_example_gradients",

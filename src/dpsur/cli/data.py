@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any, Self
 
+from dpsur.cli.parser import finite_number
 from dpsur.errors import FileError, InvalidInputError, describe_os_error
+from dpsur.runs.schema_learning import learn_schema
 from dpsur.tasks import mnist_5k
 from dpsur.tasks.datasets import DATA_SETS, fetch
 from dpsur.tasks.datasets.store import MISSING, READY, Status, status_of
@@ -20,6 +22,8 @@ Download the public data sets, and show which are installed.
   dpsur data fetch mnist         download from the first public source that answers
   dpsur data fetch all           all of them (about 390 MB on disk)
   dpsur data schema people.csv   a schema to fill in, from the names of the columns alone
+  dpsur data schema people.csv --target back --schema-epsilon 0.5 --out schema.json
+                                 a schema learned privately, at a cost in epsilon
 
 Files are looked for in --data-dir; without it in $DPSUR_DATA, then among the downloads in
 $DPSUR_CACHE (usually ~/.cache/dpsur), which also holds decoded copies. docs/data.md says how
@@ -60,6 +64,16 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         "--target", metavar="COLUMN", action="append", help="the target (default: the last column)"
     )
     starting.add_argument("--out", metavar="FILE", type=Path, help="new file (default: print it)")
+    starting.add_argument(
+        "--schema-epsilon",
+        metavar="E",
+        type=finite_number,
+        help="learn ranges and values from the private records at this epsilon, which runs with "
+        "the schema are charged for",
+    )
+    starting.add_argument(
+        "--delta", type=finite_number, default=1e-5, help="delta of the runs (default: 1e-5)"
+    )
     starting.set_defaults(run=_schema)
     for action in (fetching, listing):
         action.add_argument(
@@ -101,7 +115,11 @@ def _schema(options: argparse.Namespace) -> int:
             raise InvalidInputError(
                 f"{path} has no column {name!r}; it has {', '.join(names[:20])}"
             )
-    text = json.dumps(template(names, targets), indent=2, ensure_ascii=False) + "\n"
+    if options.schema_epsilon is None:
+        found = template(names, targets)
+    else:
+        found = learn_schema(path, targets, options.schema_epsilon, options.delta).to_json()
+    text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
     if options.out is None:
         print(text, end="")
         return 0
@@ -112,7 +130,14 @@ def _schema(options: argparse.Namespace) -> int:
         raise InvalidInputError(f"{options.out} exists; choose another file") from None
     except OSError as error:
         raise FileError(describe_os_error(error)) from error
-    print(f"{options.out}: fill in the kinds, ranges and values of {len(names)} columns")
+    if options.schema_epsilon is None:
+        print(f"{options.out}: fill in the kinds, ranges and values of {len(names)} columns")
+    else:
+        used = len(found["columns"]) + len(found["target"])
+        print(
+            f"{options.out}: learned {used} of {len(names)} columns, which costs epsilon "
+            f"{options.schema_epsilon:g} if it is alone; runs with this schema are charged for it"
+        )
     return 0
 
 

@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     found: list[Prospect] = []
     with status("choosing the noise for each epsilon"):
         for budget in budgets:
-            setup = InputFeatures.within(features, normalisation, budget, table=task.table).setup
+            setup = InputFeatures.within(features, normalisation, budget, table=task.table).charges
             found.append(prospect(method, options.records, budget, DEFAULT_ACCOUNTING, setup))
     seconds = None
     if simulation is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpsur.cli.evaluate import describe_guarantee
+from dpsur.cli.parser import finite_number
 from dpsur.cli.report import REPORT, write_report
 from dpsur.cli.run_options import (
     ALL_GROUPS,
@@ -36,10 +37,13 @@ from dpsur.runs.input_features import InputFeatures
 from dpsur.runs.planning import prospect
 from dpsur.runs.progress import ProgressBar
 from dpsur.runs.result import Run
+from dpsur.runs.schema_learning import learn_schema
 from dpsur.runs.session import Observer, Session
 from dpsur.runs.tasks import build_task_session, features_of, load_records, note_privately, task_of
 from dpsur.runs.trackers import TRACKERS, check_track, tracked
 from dpsur.status import silenced, status
+from dpsur.tasks.schema import Schema
+from dpsur.tasks.tables import table_path
 
 DESCRIPTION = """\
 Train a model under a privacy budget.
@@ -85,6 +89,16 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         choices=tuple(TRACKERS),
         help="log public figures of the run there, and no others",
     )
+    more.add_argument(
+        "--schema-epsilon",
+        metavar="E",
+        type=finite_number,
+        help="learn the schema of csv:FILE or parquet:FILE privately, as a part of --epsilon, and "
+        "keep it in --schema (default: FILE.schema.json beside the table); needs --target",
+    )
+    more.add_argument(
+        "--target", metavar="COLUMN", action="append", help="the target of that schema"
+    )
     more.add_argument("--quiet", action="store_true", help="no progress, only the result")
     more.add_argument("--json", action="store_true", help="print the result as JSON")
     add_method_options(parser)
@@ -99,6 +113,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, ranks: Ranks) -> int:
+    if options.schema_epsilon is not None:
+        _learn_schema(options, ranks)
+    elif options.target is not None:
+        raise InvalidInputError("--target is for --schema-epsilon; a schema names its target")
     config, folder = agreed_config(options, ranks)
     if not ranks.is_main:
         options.quiet = True
@@ -132,6 +150,46 @@ def _run(options: argparse.Namespace, ranks: Ranks) -> int:
             show_private=options.show_private,
         )
     return 0
+
+
+def _learn_schema(options: argparse.Namespace, ranks: Ranks) -> None:
+    """Learn the schema into its file, unless the same command has done so before."""
+    if options.resume is not None:
+        raise InvalidInputError("--resume has its schema; leave out --schema-epsilon")
+    if ranks.size > 1:
+        raise InvalidInputError(
+            "one process learns a schema: first run dpsur data schema FILE --schema-epsilon E"
+        )
+    if options.target is None or options.task is None:
+        raise InvalidInputError(
+            "--schema-epsilon needs --task csv:FILE or parquet:FILE, and --target COLUMN"
+        )
+    table, epsilon = table_path(options.task), options.schema_epsilon
+    delta = RunConfig().budget.delta if options.delta is None else options.delta
+    file = (
+        table.with_name(f"{table.name}.schema.json") if options.schema is None else options.schema
+    )
+    if not file.exists():
+        if options.dry_run:
+            raise InvalidInputError(
+                "--dry-run spends nothing, and learning the schema would; first run dpsur data "
+                "schema FILE --schema-epsilon E"
+            )
+        schema = learn_schema(table, options.target, epsilon, delta)
+        schema.save(file)
+        used = len(schema.columns) + len(schema.target)
+        text = f"{file}: learned {used} columns at epsilon {epsilon:g}, a part of the run's"
+        print(f"dpsur: {text}", file=sys.stderr)
+    learned = Schema.load(file)
+    asked = (epsilon, delta, options.target)
+    if learned.learned is None or asked != (
+        learned.learned.epsilon, learned.learned.delta, list(learned.target)
+    ):  # fmt: skip
+        raise InvalidInputError(
+            f"{file} exists and is no schema that was learned with these options; name another "
+            "file with --schema, or leave out --schema-epsilon to use it"
+        )
+    options.schema = file
 
 
 def _explain(config: RunConfig) -> None:
@@ -194,7 +252,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
     records = data_facts(task, vars(config)).records or len(load_records(config).train)
     asked = InputFeatures.within(features, config.normalisation, config.budget, table=task.table)
     with silenced(options.quiet or options.json), status("choosing the noise"):
-        found = prospect(config.method, records, config.budget, config.accounting, asked.setup)
+        found = prospect(config.method, records, config.budget, config.accounting, asked.charges)
     if options.json:
         print(json.dumps({"records": records, **asdict(found)}))
         return 0

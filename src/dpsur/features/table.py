@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
+from dpsur.privacy.events import Event
 
 # Soft bins of a number: with 8 the mean AUC on held-out records is the same.
 BINS = 12
@@ -44,12 +45,13 @@ class TableLayout:
     """Where the numbers are among the inputs of a table: all of it public, from its schema.
 
     `width` inputs come from so many `columns`; those at `numbers` are scaled numbers, the rest are
-    categories and weighted words.
+    categories and weighted words. `charged` is what it cost to learn the schema.
     """
 
     width: int
     columns: int
     numbers: tuple[int, ...]
+    charged: tuple[Event, ...] = ()
 
     def binned(self) -> "TableLayout":
         """The same without the numbers where there are too many of them for histograms."""

@@ -36,6 +36,21 @@ class Gaussian:
 
 
 @dataclass(frozen=True)
+class ThresholdedGaussian(Gaussian):
+    """Gaussian noise on counts of values that nobody declared; those above a threshold are listed.
+
+    A value that one record alone has is listed with a chance of at most `delta`, which comes on top
+    of what a Gaussian costs.
+    """
+
+    delta: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.probability("delta", self.delta)
+
+
+@dataclass(frozen=True)
 class SampledGaussian:
     """Gaussian noise on a query over a Poisson sample of the records.
 
@@ -347,7 +362,15 @@ class Ledger:
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
-    for kind in (NonPrivate, Gaussian, SampledGaussian, LossTest, CoinTest, NoisyChoice)
+    for kind in (
+        NonPrivate,
+        Gaussian,
+        ThresholdedGaussian,
+        SampledGaussian,
+        LossTest,
+        CoinTest,
+        NoisyChoice,
+    )
 }
 
 

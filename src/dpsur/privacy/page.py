@@ -219,7 +219,8 @@ def _mechanism_rows(words: Words, statement: Mapping[str, Any]) -> Rows:
         if test["kind"] != NoisyChoice.__name__:
             rows += words.rows("rejection", on_reject=mechanism["on_reject"])
     for event in mechanism["setup"]:
-        rows += words.rows("setup", **event)
+        own = f"setup {event['kind']}"
+        rows += words.rows(own if own in words else "setup", **event)
     rows += words.rows("accepted", accepted=statement["accepted_updates"])
     rows += _trial_rows(words, mechanism)
     rows += words.rows("independence", **statement["independence"])

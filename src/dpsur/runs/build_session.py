@@ -110,6 +110,11 @@ def build_session(
     features = InputFeatures.within(
         asked, config.normalisation, config.budget, scale=pixel_scale, table=table
     )
+    if holdout is not None and features.charges != features.setup:
+        raise InvalidInputError(
+            "holdout is for records that nothing was learned from, and the schema was learned from "
+            "all of them; leave holdout out, or declare a schema"
+        )
     features.check_held(train, test)
     if groups is not None:
         _check_groups(config, features, augment)
@@ -231,6 +236,7 @@ def _check_groups(config: RunConfig, features: InputFeatures, augment: Augment |
         "holdout": config.holdout is not None,
         "keep_fraction": config.keep_fraction not in (None, 1),
         f"normalisation {PRIVATE}": features.kind == PRIVATE,
+        "a schema that was learned": features.charges != features.setup,
     }
     for name, given in refused.items():
         if given:
@@ -248,7 +254,7 @@ def _settle(config: RunConfig, size: int, features: InputFeatures) -> tuple[Meth
     """
     budget, name = config.budget, config.method.label
     with status(f"choosing noise and length of a {name} run, epsilon {budget.epsilon:g}"):
-        method, plan = config.method.resolve(size, budget, config.accounting, features.setup)
+        method, plan = config.method.resolve(size, budget, config.accounting, features.charges)
     if config.max_updates is not None:
         plan = plan.limited(config.max_updates)
     return method, plan.hide_rejections(config.hide_rejections)

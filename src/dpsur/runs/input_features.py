@@ -1,7 +1,7 @@
 """What happens to the inputs once, before training: features, and their normalisation."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -142,6 +142,11 @@ class InputFeatures:
             return feature_histograms(self.histograms_noise)
         return feature_mean(self.mean_noise) if self.kind == MEAN else ()
 
+    @property
+    def charges(self) -> tuple[Event, ...]:
+        """The same, after what the schema of a table cost if it was learned."""
+        return (*(() if self.table is None else self.table.charged), *self.setup)
+
     def check(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one record's features, or an error where the inputs do not suit them."""
         if self.features is not None and not shape:
@@ -280,8 +285,10 @@ def _normalisation(
     asked: InputFeatures, channels: int, statistics: Statistics
 ) -> tuple[nn.Module, Mapping[str, Any]] | None:
     if asked.binned is not None:
-        layout = {**asdict(asked.binned), "numbers": list(asked.binned.numbers)}
-        return TableRows(**layout, levels=statistics.get(LEVELS)), {"name": TABLE, **layout}
+        shape = asked.binned
+        rows = TableRows(shape.width, shape.columns, shape.numbers, statistics.get(LEVELS))
+        layout = {"width": shape.width, "columns": shape.columns, "numbers": list(shape.numbers)}
+        return rows, {"name": TABLE, **layout}
     if asked.kind == NONE:
         return None
     if asked.kind == GROUP:

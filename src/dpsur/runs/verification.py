@@ -31,6 +31,7 @@ from dpsur.privacy.events import (
     Ledger,
     LossTest,
     SampledGaussian,
+    ThresholdedGaussian,
     Trial,
     event_from_json,
     feature_histograms,
@@ -112,7 +113,12 @@ PUBLIC = (
 )
 INPUTS = ("images", "texts")
 HELD_OUT = ("quantity", "value", "standard_error")
-EARLIER_LOSS = "clipped training loss"  # that tests measured before the Brier score
+# What a test measures of a classifier, and what it measured before the Brier score.
+ACCURACY, BRIER, EARLIER_LOSS = (
+    "training accuracy",
+    "training Brier score",
+    "clipped training loss",
+)
 METRIC = ("test", "after", "quantity", "learning_rate", "value", "scale", "standard_error")
 # The settings that every custom loop has.
 LOOP_SETTINGS = ("batch_size", "noise_multiplier", "max_grad_norm", "optimizer", "views")
@@ -634,13 +640,19 @@ def _weight_faults(folder: Path, statement: Mapping[str, Any]) -> list[str]:
     stated, digest = statement["weights"]["sha256"], sha256(content)
     if digest != stated:
         return [f"{WEIGHTS} has the hash {digest}, stated is {stated}"]
-    return _setup_faults(folder, statement["mechanism"]["setup"])
+    return _setup_faults(folder, statement)
 
 
-def _setup_faults(folder: Path, setup: list[Mapping[str, Any]]) -> list[str]:
-    """Private statistics of features are in the weights if and only if they were charged."""
-    events = tuple(event_from_json(event) for event in setup)
+def _setup_faults(folder: Path, statement: Mapping[str, Any]) -> list[str]:
+    """A learned schema, and private statistics in the weights, are there if they were charged."""
+    events = tuple(event_from_json(event) for event in statement["mechanism"]["setup"])
     faults = []
+    learned = statement["public"].get("schema", {}).get("learned")
+    if learned is not None:
+        first, events = events[:1], events[1:]
+        noise, delta = learned["noise_multiplier"], learned["threshold_delta"]
+        if first != (ThresholdedGaussian(noise, delta),):
+            faults.append("mechanism.setup is not what the learned schema is charged")
     names = _statistics_in((folder / WEIGHTS).read_bytes())
     held = bool(names)
     if events:

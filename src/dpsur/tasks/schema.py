@@ -10,7 +10,7 @@ removes one row.
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,12 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpsur import checks
 from dpsur.display import html_table
 from dpsur.errors import InvalidInputError
 from dpsur.features import TableLayout
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.networks import build_network
+from dpsur.privacy.events import ThresholdedGaussian
 from dpsur.tasks.base import HIDDEN, WIDEST_FOR_HIDDEN_LAYER
 from dpsur.tasks.columns import (
     Category,
@@ -67,6 +69,33 @@ class TestPart:
             )
 
 
+@dataclass(frozen=True)
+class Learned:
+    """How a schema was learned from private records (`dpsur.learn_schema`), all of it public.
+
+    `columns` of a table were counted with this noise, and a value that one record alone has was
+    listed with a chance of at most `threshold_delta`. Alone that costs `epsilon` at `delta`.
+    """
+
+    noise_multiplier: float
+    threshold_delta: float
+    columns: int
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        for name in ("noise_multiplier", "epsilon"):
+            checks.positive(f"learned.{name}", getattr(self, name))
+        for name in ("threshold_delta", "delta"):
+            checks.probability(f"learned.{name}", getattr(self, name))
+        checks.at_least_one("learned.columns", self.columns)
+
+    @property
+    def event(self) -> ThresholdedGaussian:
+        """What every run with the schema is charged."""
+        return ThresholdedGaussian(self.noise_multiplier, self.threshold_delta)
+
+
 @dataclass(frozen=True, repr=False)
 class Schema:
     """The columns of a table that are used, and the target.
@@ -75,12 +104,14 @@ class Schema:
     `target` is one column: a `Number` makes it a regression, a `Category` a classification. Several
     columns, each a `Category` of two values of which the second is positive, are a multi-label
     target.
-    `test` names public records to test on. All of it is public, and a release states it.
+    `test` names public records to test on. `learned` says that the columns were learned from the
+    private records, which runs are charged for. All of it is public, and a release states it.
     """
 
     columns: Mapping[str, Column]
     target: Mapping[str, Column]
     test: TestPart | None = None
+    learned: Learned | None = None
 
     def __post_init__(self) -> None:
         inputs = ((Number, Category, Text), "Number, Category or Text")
@@ -132,7 +163,8 @@ class Schema:
             if isinstance(column, Number):
                 numbers.append(width)
             width += column.width
-        return TableLayout(width, len(self.columns), tuple(numbers))
+        charged = () if self.learned is None else (self.learned.event,)
+        return TableLayout(width, len(self.columns), tuple(numbers), charged)
 
     @property
     def is_text(self) -> bool:
@@ -279,6 +311,8 @@ class Schema:
                 {"share": self.test.share} if self.test.file is None else {"file": self.test.file}
             )
             found["test"] = {**part, "public": True}
+        if self.learned is not None:
+            found["learned"] = asdict(self.learned)
         return found
 
     def to_public(self) -> dict[str, Any]:
@@ -293,13 +327,13 @@ class Schema:
         """A schema from plain values. Anything else is refused by name."""
         if not isinstance(stored, Mapping):
             raise InvalidInputError("a schema must be an object with columns and target")
-        _only(stored, ("format", "columns", "target", "test"), "a schema")
+        _only(stored, ("format", "columns", "target", "test", "learned"), "a schema")
         if stored.get("format", FORMAT) != FORMAT:
             raise InvalidInputError(
                 f"format of the schema is {stored['format']!r}; this version reads {FORMAT}"
             )
         columns, target = (_columns(stored, part) for part in ("columns", "target"))
-        return cls(columns, target, _test_part(stored.get("test")))
+        return cls(columns, target, _test_part(stored.get("test")), _learned_part(stored))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -419,6 +453,17 @@ def _test_part(stored: Any) -> TestPart | None:
             '"test": {..., "public": true} if those records are public, or leave test out'
         )
     return TestPart(stored.get("file"), stored.get("share"))
+
+
+def _learned_part(stored: Mapping[str, Any]) -> Learned | None:
+    """How a stored schema was learned; None for one that was declared."""
+    found = stored.get("learned")
+    if found is None:
+        return None
+    names = [field.name for field in fields(Learned)]
+    if not isinstance(found, Mapping) or sorted(found) != sorted(names):
+        raise InvalidInputError(f"learned of a schema must have {', '.join(names)}")
+    return Learned(**found)
 
 
 def _only(values: Mapping[str, Any], known: Sequence[str], owner: str) -> None:

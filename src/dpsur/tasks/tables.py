@@ -266,9 +266,18 @@ def read_inputs(path: Path, schema: Schema) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
+    """The values of some columns of a file."""
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    for table in _tables(path, list(names)):
+        for name in names:
+            found[name] += list(table[name])
+    return found
+
+
 def read_values(path: Path, name: str) -> list[Any]:
     """The values of one column of a file."""
-    return [value for table in _tables(path, [name]) for value in table[name]]
+    return read_columns(path, [name])[name]
 
 
 def split_by_draw(records: Examples, share: float) -> tuple[Examples, Examples]:

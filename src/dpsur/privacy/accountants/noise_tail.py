@@ -22,6 +22,7 @@ from dpsur.privacy.events import (
     NoisyChoice,
     NonPrivate,
     SampledGaussian,
+    ThresholdedGaussian,
     Trial,
 )
 
@@ -61,6 +62,8 @@ def _lost(event: Event, verdicts_charged: bool) -> float:
     match event:
         case NonPrivate() | NoisyChoice():
             return 0.0
+        case ThresholdedGaussian(noise_multiplier=sigma, delta=delta):
+            return out_of_reach(1.0, sigma) + delta
         case Gaussian(noise_multiplier=sigma):
             return out_of_reach(1.0, sigma)
         case SampledGaussian(records=1, sample_rate=q, noise_multiplier=sigma):
