@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import dpsur
 from dpsur import networks
+from dpsur.errors import InvalidInputError
 from dpsur.runs.evaluation import score
 from dpsur.status import silenced
 from dpsur.tasks import mnist_5k
@@ -63,11 +64,14 @@ class RateSearchRuns(OneByOne):
         for seed in options.seeds or SEEDS:
             for case in (TEXT, DIGITS, *SHARES):
                 if options.ask_for(case, "", BUDGET.epsilon):
-                    yield {"case": case, "form": NOW, "seed": seed}
+                    for form in (BEFORE, NOW):
+                        yield {"case": case, "form": form, "seed": seed}
 
     def measure(self, cell: Cell, options: Options) -> Row:
         """Train without any settings, and test."""
         del options
+        if cell["form"] != NOW:
+            raise InvalidInputError("rows of the search before were made on commit f9550107")
         case, seed = cell["case"], cell["seed"]
         with silenced():
             found, metrics = (RUNS.get(case) or partial(_table, case))(seed)

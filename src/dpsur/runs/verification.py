@@ -113,12 +113,7 @@ PUBLIC = (
 )
 INPUTS = ("images", "texts")
 HELD_OUT = ("quantity", "value", "standard_error")
-# What a test measures of a classifier, and what it measured before the Brier score.
-ACCURACY, BRIER, EARLIER_LOSS = (
-    "training accuracy",
-    "training Brier score",
-    "clipped training loss",
-)
+EARLIER_LOSS = "clipped training loss"  # which tests measured before the Brier score
 METRIC = ("test", "after", "quantity", "learning_rate", "value", "scale", "standard_error")
 # The settings that every custom loop has.
 LOOP_SETTINGS = ("batch_size", "noise_multiplier", "max_grad_norm", "optimizer", "views")
