@@ -62,3 +62,18 @@ def test_a_closed_stream_is_no_error(impatient, monkeypatch):
         stream.close()
         time.sleep(0.2)
     waited()
+
+
+def test_how_far_the_work_is(capsys, monkeypatch):
+    monkeypatch.setattr(status, "BETWEEN", -1.0)
+    status.advance(1, 4)  # no work is shown
+    with status.status("fitting"):
+        for done in range(4):
+            status.advance(done, 4)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(", about")[0] for line in lines] == [
+        f"dpsur: fitting: {done} of 4" for done in (1, 2, 3)
+    ]
+    with silenced(), status.status("fitting"):
+        status.advance(1, 4)
+    assert not capsys.readouterr().err

@@ -2,13 +2,29 @@
 
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
 
 # What is done sooner needs no line.
 PATIENCE = 1.0
+# Seconds between two lines on how far it is, where there is no terminal.
+BETWEEN = 30.0
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
+_shown: ContextVar["_Shown | None"] = ContextVar("shown", default=None)
+
+
+@dataclass
+class _Shown:
+    """A line that is shown: its text, rich's form of it on a terminal, and the times of it."""
+
+    text: str
+    live: Any = None
+    begun: float = field(default_factory=time.monotonic)
+    last: float = field(default_factory=time.monotonic)
 
 
 @contextmanager
@@ -31,13 +47,31 @@ def status(text: str) -> Iterator[None]:
     if _quiet.get() or sys.stderr is None or sys.stderr.closed:
         yield
         return
+    line = _Shown(text)
+    token = _shown.set(line)
     with ExitStack() as shown:
-        if not (sys.stderr.isatty() and _live(text, shown)):
+        shown.callback(_shown.reset, token)
+        line.live = _live(text, shown) if sys.stderr.isatty() else None
+        if line.live is None:
             timer = threading.Timer(PATIENCE, _say, [text])
             timer.daemon = True
             timer.start()
             shown.callback(timer.cancel)
         yield
+
+
+def advance(done: int, total: int) -> None:
+    """Say how far the work of the innermost `status` is, and how long the rest takes."""
+    line, now = _shown.get(), time.monotonic()
+    if line is None or not 0 < done < total:
+        return
+    left = (now - line.begun) / done * (total - done)
+    text = f"{line.text}: {done} of {total}, about {left:.0f} s left"
+    if line.live is not None:
+        line.live.update(text)
+    elif now - line.last > BETWEEN:
+        line.last = now
+        _say(text)
 
 
 def notes(lines: Iterable[str]) -> None:
@@ -48,13 +82,12 @@ def notes(lines: Iterable[str]) -> None:
         _print(f"dpsur: {line}")
 
 
-def _live(text: str, shown: ExitStack) -> bool:
+def _live(text: str, shown: ExitStack) -> Any:
     try:
         from rich.console import Console
     except ImportError:
-        return False
-    shown.enter_context(Console(stderr=True).status(text))
-    return True
+        return None
+    return shown.enter_context(Console(stderr=True).status(text))
 
 
 def _say(text: str) -> None:

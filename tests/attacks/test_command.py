@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
+import dpsur
 from dpsur.attacks.targets import PrivateTarget, attacked_pool
 from dpsur.cli import main
 from dpsur.config import RunConfig
@@ -13,6 +15,7 @@ from dpsur.functional.records import Examples
 from dpsur.methods import method_named
 from dpsur.privacy.budget import Budget
 from dpsur.tasks import task_named
+from dpsur.tasks.schema import TestPart
 
 SMALL = ["--max-records", "120", "--epochs", "1", "--device", "cpu"]
 
@@ -102,3 +105,40 @@ def test_private_models_of_features_and_of_raw_inputs_agree():
     answers = raw.outputs(pool.inputs)
     assert torch.allclose(own.outputs(features.inputs), answers, atol=1e-4)
     assert not torch.allclose(answers[0], answers[1], atol=1e-2)
+
+
+@pytest.fixture
+def table(tmp_path):
+    """A table with public test records, its schema, and the words that name both."""
+    draws = np.random.default_rng(0)
+    ages = draws.integers(18, 95, 300)
+    back = np.where(ages + draws.normal(0, 10, 300) > 60, "yes", "no")
+    rows = [f"{age},{answer}" for age, answer in zip(ages, back, strict=True)]
+    (tmp_path / "p.csv").write_text("\n".join(["age,back", *rows]))
+    schema = dpsur.Schema(
+        {"age": dpsur.Number(18, 95)},
+        {"back": dpsur.Category(["no", "yes"])},
+        test=TestPart(share=0.4),
+    )
+    schema.save(tmp_path / "p.json")
+    return ["--task", f"csv:{tmp_path / 'p.csv'}", "--schema", str(tmp_path / "p.json")]
+
+
+def test_tables_are_attacked_and_audited(table, tmp_path, capsys):
+    run = str(tmp_path / "run")
+    assert main(["train", *table, "--delta", "1e-3", "--out", run, "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["attack", "--release", run, *table, "--attacks", "gap", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0.3 < found["attacks"]["gap"]["auc"]["value"] < 0.7
+    assert main(["attack", "--release", run]) == 2
+    assert "name them with --task" in capsys.readouterr().err
+    words = ["attack", *table, "--attacks", "gap", "--epochs", "3", "--json"]
+    assert main(words) == 0
+    private = ["--method", "dpsgd", "--delta", "1e-3"]
+    assert main([*words[:-3], "--json", *private]) == 0
+    capsys.readouterr()
+    assert main(["audit", *table, "--count", "20", "--delta", "1e-3"]) == 0
+    printed = capsys.readouterr()
+    assert "not contradicted" in printed.out
+    assert "updates at noise multiplier" in printed.err

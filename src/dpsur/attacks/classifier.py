@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from dpsur import checks
 from dpsur.functional.tree import Params
 from dpsur.mechanism.cuda_graphs import capture_graph
+from dpsur.status import advance
 
 
 def replayed(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], None]:
@@ -110,7 +111,8 @@ def fit_committee(
         )
         may_capture = fitting.capture and device.type == "cuda"
         run = take_step.captured() if may_capture else take_step
-        for _ in range(epochs):
+        for epoch in range(epochs):
+            advance(epoch, epochs)
             order = torch.rand(fitting.networks, len(labels), device=device).argsort(1)
             for start in range(0, steps * batch, batch):
                 slot.copy_(order[:, start : start + batch])

@@ -16,6 +16,7 @@ from dpsur.functional.problem import LossFunction
 from dpsur.functional.process_settings import precision
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params
+from dpsur.status import advance
 
 ROWS_AT_ONCE = 1024
 # Of a number that hardly ever differs from record to record, such as a corner of an image.
@@ -210,7 +211,8 @@ class ManyModels:
         take_step = _Step(template, self.loss, self.recipe, pool, params, buffers, slot)
         run = take_step.captured() if self._may_capture() else take_step
         generator = torch.Generator(self.device).manual_seed(hash((seed, first)) % 2**63)
-        for _ in range(self.recipe.epochs):
+        for epoch in range(self.recipe.epochs):
+            advance(epoch, self.recipe.epochs)
             draws = torch.rand(rows.shape, generator=generator, device=self.device)
             order = rows.gather(1, draws.argsort(1))
             for start in range(0, rows.shape[1] - size + 1, size):

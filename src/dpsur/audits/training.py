@@ -24,7 +24,7 @@ from dpsur.methods import Method
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plan import Plan
 from dpsur.runs.build_session import build_session
-from dpsur.runs.session import Session
+from dpsur.runs.session import Observer, Session
 
 # Guesses on a tenth of the canaries say most about a training of moderate epsilon, guesses on more
 # of them about one that hides little. They share the error, as do the bound and the p-value.
@@ -109,6 +109,7 @@ def audit_training(
     seed: int = 0,
     device: str | torch.device = "cpu",
     change: Callable[[Session], Session] | None = None,
+    observers: Sequence[Observer] = (),
 ) -> Finding:
     """Train once with canaries and hold the guesses against the claimed epsilon.
 
@@ -131,7 +132,7 @@ def audit_training(
         device=str(device),
     )
     session = build_session(config, planted.model, planted.train, loss=planted.loss)
-    progress = (session if change is None else change(session)).run()
+    progress = (session if change is None else change(session)).run(observers)
     scores = planted.scores(session.problem, progress.state.released_params).cpu()
     included = planted.included.cpu()
     tried = [guess(scores, included, int(share * len(scores))) for share in GUESSED_SHARES]

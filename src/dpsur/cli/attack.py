@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from dpsur import checks
 from dpsur.attacks.metrics import AttackMetrics, Scores, measure
@@ -22,7 +21,13 @@ from dpsur.attacks.targets import (
     split_pool,
 )
 from dpsur.cli.parser import figure_path
-from dpsur.cli.run_options import add_method_options, build_method, given_method_options
+from dpsur.cli.run_options import (
+    add_data_options,
+    add_method_options,
+    build_method,
+    declared_data,
+    given_method_options,
+)
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.methods import METHODS, Nonprivate, method_named
@@ -34,7 +39,7 @@ from dpsur.runs.holdout import split_off
 from dpsur.runs.release import read_release
 from dpsur.runs.tasks import subset
 from dpsur.status import silenced
-from dpsur.tasks import DEFAULT_TASK, TASKS, Declared, task_named
+from dpsur.tasks import OWN, TASKS, Task, task_named
 
 DESCRIPTION = """\
 Who was in the training set?
@@ -42,6 +47,7 @@ Who was in the training set?
   dpsur attack --task fmnist                       a target without privacy
   dpsur attack --task fmnist --method dpsgd --epsilon 3
   dpsur attack --release run                       what `dpsur train` released
+  dpsur attack --release run --task csv:people.csv --schema people.json
 
 The records are split at random 2:1:2:1: the target is trained on the first part, the second are
 non-members, and the third and fourth serve the shadow model in the same way. Lines marked
@@ -67,8 +73,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         f"{','.join(WITHOUT_TRAINING)})",
     )
     parser.add_argument("--release", metavar="DIR", help="attack a release instead of a new target")
-    parser.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
-    parser.add_argument("--classes", type=int, metavar="K", help="number of classes of npz:FILE")
+    add_data_options(parser)
     parser.add_argument(
         "--method",
         default=Nonprivate.name,
@@ -149,7 +154,8 @@ def _names(options: argparse.Namespace) -> list[str]:
 
 
 def _target(options: argparse.Namespace, names: list[str], device: torch.device) -> AttackScores:
-    task = task_named(options.task, options.classes)
+    declared = declared_data(options)
+    task = task_named(options.task, declared=declared)
     kind = method_named(options.method)
     usual = dict(task.settings.get(kind.name, {}))
     trainer: Trainer
@@ -166,7 +172,7 @@ def _target(options: argparse.Namespace, names: list[str], device: torch.device)
         features = options.features or method.features or plain_features(task)
         config = RunConfig(
             *(task.name, method, budget, options.accounting, features),
-            declared=Declared(classes=options.classes),
+            declared=declared,
         )
         trainer = PrivateTarget(config, device)
     split = split_pool(attacked_pool(task, options.max_records), options.seed)
@@ -175,11 +181,13 @@ def _target(options: argparse.Namespace, names: list[str], device: torch.device)
 
 def _release(options: argparse.Namespace, names: list[str], device: torch.device) -> AttackScores:
     model, statement, origin = read_release(options.release)
-    if origin.task not in TASKS:
-        raise InvalidInputError(f"{options.release} names no task whose records to attack with")
-    train, test = task_named(origin.task).load(None)
+    task = _task_of_release(options, origin.task)
+    train, test = task.load(None)
     if test is None:
-        raise InvalidInputError(f"task {origin.task} has no test records to use as non-members")
+        raise InvalidInputError(
+            f"{task.name} has no test records to use as non-members; name public ones with --test, "
+            "or in the schema"
+        )
     train = subset(train, statement["public"].get("keep_fraction"))  # those that it was trained on
     if "holdout" in statement:
         train, _ = split_off(train, statement["holdout"]["fraction"])
@@ -188,7 +196,7 @@ def _release(options: argparse.Namespace, names: list[str], device: torch.device
     others = test.select(as_many(torch.arange(len(test)), count, options.seed))
     model = model.to(device).eval()
     for part in (members, others):
-        check_fits(model, part, F.cross_entropy, origin.task)
+        check_fits(model, part, task.loss, task.name)
     target = SeparateModels([model])
     scores: dict[str, Scores] = {}
     if "gap" in names:
@@ -196,6 +204,23 @@ def _release(options: argparse.Namespace, names: list[str], device: torch.device
     if "white-box" in names:
         scores |= with_white_box(target, members, others, options.seed)
     return AttackScores.of(target, members, others, scores)
+
+
+def _task_of_release(options: argparse.Namespace, name: str | None) -> Task:
+    """The records of a release: of a public data set by name, else of the file that is given."""
+    if name in TASKS:
+        return task_named(name)
+    if not options.task.startswith(OWN):
+        raise InvalidInputError(
+            f"{options.release} does not say where its records are; name them with --task, such as "
+            "--task csv:FILE --schema FILE"
+        )
+    task = task_named(options.task, declared=declared_data(options))
+    if task.classes is None:
+        raise InvalidInputError(
+            "the attacks are on classes, and this table predicts something else"
+        )
+    return task
 
 
 def _draw(path: Path, scores: dict[str, Scores]) -> None:

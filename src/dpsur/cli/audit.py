@@ -10,7 +10,12 @@ from dpsur.attacks.targets import as_seen_by
 from dpsur.audits.bounds import CONTRADICTED, Finding
 from dpsur.audits.canaries import Planter, gradient_canaries, input_canaries
 from dpsur.audits.training import audit_training, ceiling, is_idle
-from dpsur.cli.run_options import add_method_options, build_method
+from dpsur.cli.run_options import (
+    add_data_options,
+    add_method_options,
+    build_method,
+    declared_data,
+)
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import INIT, SETUP, Streams
@@ -20,7 +25,8 @@ from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.build_session import choose_device
-from dpsur.tasks import DEFAULT_TASK, Task, task_named
+from dpsur.runs.progress import ProgressBar
+from dpsur.tasks import Task, task_named
 
 DESCRIPTION = """\
 Try to contradict a claimed epsilon: train once on a task with canaries planted by fair coins, and
@@ -28,6 +34,7 @@ guess from the weights which of them were in.
 
   dpsur audit --epsilon 4
   dpsur audit --task npz:my.npz --method dpsur --canaries input
+  dpsur audit --task csv:people.csv --schema people.json
 
 A lower bound above the claimed epsilon contradicts the claim at the stated confidence. One below it
 proves nothing. The exit status is 1 where a training under a proved accounting is contradicted.
@@ -45,8 +52,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of draws and coins (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     one = parser.add_argument_group("the training")
-    one.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
-    one.add_argument("--classes", type=int, metavar="K", help="number of classes of npz:FILE")
+    add_data_options(one)
     one.add_argument("--method", default="dpsgd", help=f"one of: {', '.join(METHODS)}")
     one.add_argument("--epsilon", type=float, default=4.0, help="claimed (default: 4)")
     one.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")
@@ -96,25 +102,28 @@ def _text(finding: Finding) -> str:
 
 
 def _audit(options: argparse.Namespace) -> Finding:
-    task, kind = task_named(options.task, options.classes), method_named(options.method)
+    task = task_named(options.task, declared=declared_data(options))
+    kind = method_named(options.method)
     method = build_method(kind.name, options, dict(task.settings.get(kind.name, {})))
     device = choose_device(options.device)
     network, train, test = as_seen_by(method, task)
     with Streams(options.seed, device).at(SETUP).global_randomness(INIT):
         model = build_network(network)
-    return audit_training(
-        model,
-        train,
-        loss=task.loss,
-        method=method,
-        budget=Budget(options.epsilon, options.delta),
-        accounting=options.accounting,
-        planter=_planter(options, task, method, test),
-        subject=f"{kind.name} on {task.name}",
-        confidence=options.confidence,
-        seed=options.seed,
-        device=device,
-    )
+    with ProgressBar(quiet=options.json) as bar:
+        return audit_training(
+            model,
+            train,
+            loss=task.loss,
+            method=method,
+            budget=Budget(options.epsilon, options.delta),
+            accounting=options.accounting,
+            planter=_planter(options, task, method, test),
+            subject=f"{kind.name} on {task.name}",
+            confidence=options.confidence,
+            seed=options.seed,
+            device=device,
+            observers=[bar],
+        )
 
 
 def _planter(

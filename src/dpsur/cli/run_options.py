@@ -19,7 +19,7 @@ from dpsur.methods import METHODS, Method, method_named
 from dpsur.options import DATA, MODEL, PERFORMANCE, PRIVACY, RUN, Option, by_heading, declared, flag
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.files import RunFolder, start_command
-from dpsur.tasks import OWN, TASKS
+from dpsur.tasks import DEFAULT_TASK, OWN, TASKS, Declared
 
 # Where runs go that are given no folder.
 RUNS = "runs"
@@ -44,6 +44,22 @@ def add_run_options(parser: argparse.ArgumentParser, groups: Iterable[str]) -> N
             action = group.add_argument(found.flag, **settings)
             if not found.common and isinstance(parser, Parser):
                 parser.show_in_full_help(action)
+
+
+def add_data_options(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+    """Add `--task` and what can be declared about records of one's own."""
+    parser.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
+    for found in declared(Declared).values():
+        if found.name != "group_by":
+            kind, metavar = found.kind, found.field.metadata["metavar"]
+            parser.add_argument(found.flag, type=kind, metavar=metavar, help=found.help)
+
+
+def declared_data(options: argparse.Namespace) -> Declared:
+    """What was declared about records of one's own."""
+    names = (name for name in declared(Declared) if name != "group_by")
+    given = {name: getattr(options, name) for name in names}
+    return Declared(**{name: value for name, value in given.items() if value is not None})
 
 
 def _run_help(found: Option, defaults: RunConfig) -> str:
