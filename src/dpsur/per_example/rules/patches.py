@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -127,8 +126,6 @@ def inner_products(inputs: Tensor, window: Window, places: int) -> Tensor:
 
 def _sum_along(grams: Tensor, window: Window, dimension: int) -> Tensor:
     """Add up inner products of pixels along one dimension of the kernel; margins hold zeros."""
-    if shifting_pays(grams, window, dimension):
-        return sum_by_shifts(grams, window, dimension)
     axes = 1 + dimension, 1 + dimension + len(window.sizes)
     size, stride = window.sizes[dimension], window.strides[dimension]
     dilation, margin = window.dilations[dimension], window.margins[dimension]
@@ -199,46 +196,3 @@ def _direct_cost(channels: int, window: Window, places: int) -> int:
 def _shared_cost(channels: int, spatial: torch.Size, window: Window) -> int:
     pixels = prod(spatial) ** 2
     return pixels * (channels + MEMORY_COST // 4 * (1 + sum(window.sizes)))
-
-
-_SHAPES_REMEMBERED = 256
-
-
-def shifting_pays(grams: Tensor, window: Window, dimension: int) -> bool:
-    """Whether the map has as many places as pixels in a dimension, each at the kernel's centre."""
-    size, margin = window.sizes[dimension], window.margins[dimension]
-    return (
-        grams.device.type == "cpu"
-        and size % 2 == 1
-        and window.strides[dimension] == 1
-        and 2 * margin == window.dilations[dimension] * (size - 1)
-        and margin < grams.shape[1 + dimension]
-    )
-
-
-def sum_by_shifts(grams: Tensor, window: Window, dimension: int) -> Tensor:
-    """Inner products (examples, *map, *map), added up along one dimension of the kernel."""
-    flat, sides = grams.flatten(1), tuple(grams.shape[1:])
-    total = flat.clone()
-    dilation, margin = window.dilations[dimension], window.margins[dimension]
-    for offset in range(dilation, margin + 1, dilation):
-        inside = _inside(sides, dimension, offset, grams.dtype)
-        by = flat.shape[1] - len(inside)
-        total[:, :-by].addcmul_(flat[:, by:], inside)
-        total[:, by:].addcmul_(flat[:, :-by], inside)
-    return total.view_as(grams)
-
-
-@lru_cache(_SHAPES_REMEMBERED)
-def _inside(sides: tuple[int, ...], dimension: int, offset: int, dtype: torch.dtype) -> Tensor:
-    """One for pairs of pixels that stay on the map if both move on by `offset`, zero for others.
-
-    Pairs are numbered as they lie in memory; those so near the end that none could are left out.
-    Moved back by as much, the same pairs are counted from the other end.
-    """
-    axes = dimension, dimension + len(sides) // 2
-    stays = torch.ones(sides, dtype=dtype)
-    for axis in axes:
-        stays.narrow(axis, sides[axis] - offset, offset).zero_()
-    by = sum(offset * stays.stride(axis) for axis in axes)
-    return stays.flatten()[: stays.numel() - by]

@@ -9,14 +9,14 @@ for its Algorithm 1 (docs/privacy.md says why).
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from scipy.special import gammaln, logsumexp
 
 from dpsur import checks
-from dpsur.errors import BudgetError, InvalidInputError
+from dpsur.errors import InvalidInputError
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import (
     Event,
@@ -70,7 +70,7 @@ class RenyiFilter:
     """An allowance of Rényi divergence at one order, and what is spent of it.
 
     Formal guarantee: if every step of a run was asked for with `affords` before it was taken and
-    recorded with `spend`, each charge being a bound on the step's divergence of that order given
+    added to `spent`, each charge being a bound on the step's divergence of that order given
     all that was released before, in both directions, then the run is (epsilon, delta)-DP for the
     budget that the filter was made for.
     """
@@ -113,19 +113,6 @@ class RenyiFilter:
         """Whether a step of this divergence fits. To be asked before the step is taken."""
         checks.non_negative("the divergence of a step", rdp)
         return self.spent + rdp <= self.allowance
-
-    def spend(self, rdp: float) -> "RenyiFilter":
-        """The filter after a step; a step that does not fit is an error."""
-        if not self.affords(rdp):
-            raise BudgetError(
-                f"a step of divergence {rdp:g} at order {self.order:g} does not fit the "
-                f"{self.allowance - self.spent:g} that is left; ask affords() before taking it"
-            )
-        return replace(self, spent=self.spent + rdp)
-
-    def epsilon(self, delta: float) -> float:
-        """Epsilon of the steps so far, for display only: the guarantee is the budget's."""
-        return epsilon_at(self.order, self.spent, delta)
 
 
 @lru_cache(maxsize=4096)

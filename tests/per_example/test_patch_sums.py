@@ -1,10 +1,9 @@
-"""Inner products of patches, summed from those of pixels by shifting whole maps."""
+"""Inner products of patches, summed from those of pixels."""
 
 import pytest
 import torch
 
-from dpsur.per_example.rules import patches as patches_module
-from dpsur.per_example.rules.patches import Window, _sum_along, patches, shifting_pays
+from dpsur.per_example.rules.patches import Window, _sum_along, patches
 
 # Sizes of the map, then sizes, dilations and margins of a kernel that keeps them.
 KEEPING = [
@@ -31,25 +30,12 @@ def directly(inputs, window):
 
 
 @pytest.mark.parametrize(("sides", "sizes", "dilations", "margins"), KEEPING)
-def test_shifted_maps_give_the_inner_products_of_patches(sides, sizes, dilations, margins):
+def test_sums_of_pixels_are_the_inner_products_of_patches(sides, sizes, dilations, margins):
     torch.manual_seed(0)
     inputs = torch.randn(3, 2, *sides, dtype=torch.float64)
     window = Window(sizes, (1,) * len(sizes), dilations, margins)
-    grams = inputs.new_zeros(3, *sides, *sides)
-    assert all(shifting_pays(grams, window, dimension) for dimension in range(len(sides)))
     expected = directly(inputs, window)
     torch.testing.assert_close(along_all(inputs, window).view_as(expected), expected)
-
-
-def test_without_the_edges_numbers_come_from_the_other_side(monkeypatch):
-    """The control: shifts that are not stopped at the edges."""
-    monkeypatch.setattr(
-        "dpsur.per_example.rules.patches._inside",
-        lambda sides, dimension, offset, dtype: torch.ones(16**2 - offset * 17 * 4, dtype=dtype),
-    )
-    inputs, window = torch.randn(3, 2, 4, 4), Window((3, 1), (1, 1), (1, 1), (1, 0))
-    found = along_all(inputs, window).view(3, 16, 16)
-    assert not torch.allclose(found, directly(inputs, window), atol=1e-2)
 
 
 def test_an_example_that_is_not_finite_leaves_the_others_alone():
@@ -71,15 +57,7 @@ def test_an_example_that_is_not_finite_leaves_the_others_alone():
     ],
     ids=["stride", "no margin", "even", "wider than the map"],
 )
-def test_other_kernels_are_summed_part_by_part(window):
+def test_kernels_of_all_kinds(window):
     inputs = torch.randn(3, 2, 5, dtype=torch.float64)
-    assert not shifting_pays(inputs.new_zeros(3, 5, 5), window, 0)
     expected = directly(inputs, window)
     torch.testing.assert_close(along_all(inputs, window).view_as(expected), expected)
-
-
-def test_both_ways_agree_in_single_precision(monkeypatch):
-    inputs, window = torch.randn(8, 16, 4, 4), Window((3, 3), (1, 1), (1, 1), (1, 1))
-    shifted = along_all(inputs, window)
-    monkeypatch.setattr(patches_module, "shifting_pays", lambda *_: False)
-    torch.testing.assert_close(shifted, along_all(inputs, window), rtol=1e-5, atol=1e-4)
