@@ -288,7 +288,7 @@ def _keep(value: Any) -> Any:
     return value
 
 
-# Poisson sampling takes their place; it is over the whole data set, whatever the rank.
+# Poisson sampling takes their place; it is over the whole data set, for any rank.
 _PLAIN_SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
 
 

@@ -381,7 +381,7 @@ class PrivacyEngine(PrivateLoop):
         return BY_CONSTRUCTION if apart and not self._checked else WAS_CHECKED
 
     def statement(self) -> Statement:
-        """The privacy statement of the training, for whoever gets the model.
+        """The privacy statement of the training, for anyone who gets the model.
 
         Its epsilon is `guarantee()`, however early the loop stopped.
         """

@@ -33,7 +33,7 @@ def default_folder() -> Path:
 def path_for(transform: Mapping[str, Any], inputs: Tensor) -> Path:
     """Where the features of these very inputs under this transform are stored.
 
-    A plain hash of the records would let whoever sees a list of files try out what the records
+    A plain hash of the records would let anyone who sees a list of files try out what the records
     are. So the hash has a key, which stays in the folder.
     """
     values = np.ascontiguousarray(inputs.detach().cpu().numpy())

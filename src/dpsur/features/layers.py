@@ -144,7 +144,7 @@ def build_layers(descriptions: Sequence[LayerDescription]) -> nn.Sequential:
 class WithFeatures(nn.Module):
     """Takes raw inputs: `network(features(inputs))`.
 
-    Training sees the features only, computed once. What is released is this, so that whoever has
+    Training sees the features only, computed once. What is released is this, so that anyone who has
     the model needs no other code to use it.
     """
 

@@ -194,7 +194,7 @@ def metrics_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
     The Brier score is the squared distance of the probabilities from those of certainty. It is
     bounded as it is. A loss that is clipped is smallest, where most records are of one class, for a
-    model that is sure of that class whatever the record.
+    model that is sure of that class for any record.
     """
     probabilities = torch.softmax(outputs.double(), 1)
     labels = torch.nn.functional.one_hot(targets, outputs.shape[1])

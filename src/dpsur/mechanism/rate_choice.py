@@ -31,7 +31,7 @@ def classify(
 ) -> TriedRate:
     """A block whose loss and value are compared with those of the first weights.
 
-    A loss that has not moved by the margin means that nothing was learned, whatever the value: the
+    A loss that has not moved by the margin means that nothing was learned, at any value: the
     predictions of weights that hardly moved can change a lot.
     """
     fall, gain = first_loss - loss, value - first_value

@@ -11,7 +11,7 @@ turns an address into 64-bit words:
 - 256 bits: ChaCha20 (RFC 8439), a stream cipher. Every run without a seed uses it, so that its
   noise cannot be told from random without the key.
 - 128 bits: Philox4x64-10 (Salmon et al. 2011), which is fast and not cryptographically secure. It
-  is for seeded runs, which are rehearsals: whoever has the seed can subtract the noise.
+  is for seeded runs, which are rehearsals: anyone who has the seed can subtract the noise.
 
 A block of 8 words (Philox: 4) belongs to one counter; a word gives one uniform number of 53 bits, a
 pair of them one pair of the Box-Muller transform. The bits are the same on a CPU and on CUDA: on a

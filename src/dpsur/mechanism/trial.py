@@ -62,7 +62,7 @@ from dpsur.privacy.plan import Plan
 class LossRule:
     """Accept a candidate whose noisy loss difference is below the threshold (Alg. 1, L11-14).
 
-    Formal guarantee: whatever the difference, NaN included, acceptance has a probability between
+    Formal guarantee: for any difference, NaN included, acceptance has a probability between
     the a_min and a_max of `dpsur.privacy.events.LossTest` with the same parameters, and the noisy
     difference is a Gaussian mechanism of noise multiplier `noise_multiplier`.
     """
@@ -78,7 +78,7 @@ class LossRule:
             raise InvalidInputError("accept_threshold must be a number, got nan")
 
     def decide(self, difference: Tensor, stream: Stream) -> Tensor:
-        """Draw a verdict for a loss difference. The noise is drawn whatever the difference is."""
+        """Draw a verdict for a loss difference. The noise is drawn for any difference."""
         bound = self.loss_clip
         # A comparison with NaN would reject with certainty, and a certain rejection has no
         # acceptance probability above a_min: count it as the worst finite difference instead.
@@ -93,7 +93,7 @@ class LossRule:
 class CoinRule:
     """Accept every improvement, and a worsening with probability 1 / accept_ratio.
 
-    Formal guarantee: whatever the difference, NaN included, acceptance has a probability between
+    Formal guarantee: for any difference, NaN included, acceptance has a probability between
     1 / accept_ratio and 1. For the `proven` accounting this is all that matters, and against the
     paper's gate with the same ratio it needs about half the trials.
     """
@@ -101,7 +101,7 @@ class CoinRule:
     accept_ratio: float
 
     def decide(self, difference: Tensor, stream: Stream) -> Tensor:
-        """Draw a verdict for a loss difference. The coin is tossed whatever the difference is."""
+        """Draw a verdict for a loss difference. The coin is tossed for any difference."""
         toss = stream.uniform(difference.numel()).view(difference.shape)
         # a comparison with NaN is false, which makes NaN a worsening, as it should be
         return (difference < 0) | (toss < 1 / self.accept_ratio)

@@ -64,7 +64,7 @@ def clipped_sum(
     name, and `sensitivity`, which is `max_grad_norm`.
 
     Guarantee: adding or removing one record moves the sum, over all parameters together, by at most
-    `sensitivity` in L2 norm (over the reals), whatever the record: a gradient that is not finite
+    `sensitivity` in L2 norm (over the reals), for any record: a gradient that is not finite
     counts as zero, and so does an empty batch. The sum is not private before Gaussian noise of
     standard deviation noise_multiplier * sensitivity is added to every coordinate.
     """

@@ -271,7 +271,7 @@ def clipped_sum(
     time. For the training set of a problem, what depends on the data alone is computed once.
 
     Formal guarantee: adding or removing one record of the batch moves the sum by at most
-    `max_grad_norm` in L2 norm (over the reals), whatever the record: a gradient that is not finite
+    `max_grad_norm` in L2 norm (over the reals), for any record: a gradient that is not finite
     counts as zero, and so does that of a loss that is NaN. An empty batch has the sum zero. A row
     for which `mask` is False adds exactly zero whatever it holds, so that batches of different
     sizes can be padded to one shape. After the first call for a model and a shape nothing here

@@ -4,7 +4,7 @@ A functorch batching level hides the dimension that tells records apart. Inside 
 depends on a record is a batch of one record to the code that sees it, so `y.mean()`, batch
 normalisation or mixup can combine nothing but what one record holds. Python cannot read a number
 out of it (`.item()`, `if tensor:` raise in PyTorch), and a tensor that outlives its step is
-refused. Records are therefore independent by construction, whatever the model and the loss are.
+refused. Records are therefore independent by construction, for any model and any loss.
 
 At the boundary of a layer or operation on trained weights the level is left: records are folded
 into the first dimension, the usual batched kernel runs with a tape that watches it, and the level

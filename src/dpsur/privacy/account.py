@@ -307,7 +307,7 @@ class Account:
         delta = self._delta if delta is None else delta
         checks.probability("delta", delta)
         counts: Counter[Event] = Counter(self._charged.setup)
-        for entry in self._charged.entries:  # equal steps together, in whatever order they came
+        for entry in self._charged.entries:  # equal steps together, in any order
             counts[entry.step] += entry.trials
         free = self._plan is None or (self._plan.filter is not None and len(counts) <= MOST_KINDS)
         if self._plan is not None and not free:

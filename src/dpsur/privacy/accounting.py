@@ -104,7 +104,7 @@ class Proven(Accounting):
     ) -> proven.EpsilonBounds:
         """The guarantee, and what an adversary attains at the same orders.
 
-        `early_end` is the largest probability, whatever the records are, that the run gives up at
+        `early_end` is the largest probability, for any records, that the run gives up at
         its cap on trials. It turns delta into delta + (1 + e^epsilon) early_end, so the share that
         is set aside grows until it pays for that.
         """

@@ -35,7 +35,7 @@ def selective_epsilon(
     `sample_rate`, plus Gaussian noise of standard deviation `noise_multiplier` times C. It is
     released if a test on a fresh Poisson sample accepts it. Describe the test by `test` (a
     `LossTest` or a `CoinTest`), or by `acceptance`, the smallest and the largest probability with
-    which it accepts whatever the records are, and `val_sample_rate`, the rate of its sample.
+    which it accepts for any records, and `val_sample_rate`, the rate of its sample.
     Without either, every candidate is released. `setup` lists private events before training.
 
     Formal guarantee: the accepted updates together satisfy (epsilon, delta)-DP under adding or

@@ -1,7 +1,7 @@
 """A ledger of a data set: what all private runs on it together may reveal.
 
 Every run books what it may spend before it draws its first batch. A booking is never taken back:
-whoever kills a run has perhaps seen something of it. What does not fit the total is refused.
+anyone who kills a run has perhaps seen something of it. What does not fit the total is refused.
 
 A ledger is one SQLite file with a write-ahead log, which several processes of one machine may use
 at once. All of its bookings are composed, whatever data they name: a person may be in several

@@ -128,7 +128,7 @@ class CoinTest:
     """A test without noise on the loss: an improvement passes, a worsening with probability 1 / r.
 
     Its verdict by itself is not private, since an improvement is never rejected. What is accepted
-    is: the acceptance probability lies in [1 / r, 1] whatever the sample.
+    is: the acceptance probability lies in [1 / r, 1] for any sample.
     """
 
     sample_rate: float

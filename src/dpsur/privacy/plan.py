@@ -413,7 +413,7 @@ class Plan:
 
     @property
     def duration(self) -> int:
-        """How long a run is for whoever watches it: in trials where their number is a constant.
+        """How long a run is for anyone who watches it: in trials where their number is a constant.
 
         Evaluations and progress reports follow this scale, so that they reveal no rejections then.
         """
@@ -619,7 +619,7 @@ class Plan:
         """The plan of a run that hides its rejections; refuses where there are none to hide.
 
         Formal guarantee of `constant`: the release together with the number of trials satisfies the
-        plan's (epsilon, delta). The number is the same whatever the records are, also in a run that
+        plan's (epsilon, delta). The number is the same for any records, also in a run that
         hits its cap, and hitting this cap is covered by the share of delta that is set aside for
         it. `delay` has no guarantee beyond that of the release alone.
         """
@@ -646,7 +646,7 @@ class Plan:
     # Words and plain values
 
     def describe(self) -> str:
-        """One line for whoever starts the run."""
+        """One line for anyone who starts the run."""
         if self.filter is not None:
             length = "as many trials as fit" if self.updates is None else f"{self.updates} updates"
             what = f"{length} under a privacy filter of order {self.filter.order:.3g}"

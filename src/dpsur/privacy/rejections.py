@@ -24,7 +24,7 @@ WAYS_TO_HIDE = (NOT_HIDDEN, DELAY, CONSTANT)
 def trial_cap(test: Test, updates: int, budget: Budget) -> int:
     """Trials after which a run gives up, so late that giving up costs less than CAP_SHARE * delta.
 
-    Stopping early fails with probability at most eta = P[Bin(m, a_min) < T] whatever the data, and
+    Stopping early fails with probability at most eta = P[Bin(m, a_min) < T] for any data, and
     turns (epsilon, delta) into (epsilon, delta + (1 + e^epsilon) eta).
     """
     if test.accept_min == 0:
@@ -45,7 +45,7 @@ def late_enough(test: Test, updates: int, budget: Budget, trials: int) -> bool:
 
 
 def early_end(test: Test, updates: int, trials: int) -> float:
-    """The largest probability that so many trials are not enough, whatever the records are."""
+    """The largest probability that so many trials are not enough, for any records."""
     return float(bdtr(updates - 1, trials, test.accept_min))
 
 

@@ -183,7 +183,7 @@ def _arithmetic(words: Words, *, seeded: bool, tf32: bool, bf16: bool) -> str:
 
 
 def _side_channels(words: Words, way: str) -> list[str]:
-    """What whoever watches a run, or reads its folder, learns beyond the release."""
+    """What anyone who watches a run, or reads its folder, learns beyond the release."""
     return [*words.lines(f"watched {way}"), words["private folder"]]
 
 
@@ -222,7 +222,7 @@ def shown_settings(statement: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warnings_of(statement: Mapping[str, Any]) -> list[str]:
-    """What the user, and whoever reads the statement, must know, by its own figures."""
+    """What the user, and anyone who reads the statement, must know, by its own figures."""
     words, guarantee = words_of(statement), statement["guarantee"]
     size, delta = statement["dataset_size"], statement["budget"]["delta"]
     warnings = []

@@ -274,7 +274,7 @@ def convolve(one: Losses, other: Losses) -> Losses:
 def ends(chances: Floats, count: int) -> tuple[int, int]:
     """Cells between which a sum of so many draws lies but for a chance of CUT_OFF.
 
-    By Chernoff's bound, whatever the tilts are; near the first of them it is best for a Gaussian,
+    By Chernoff's bound, for any tilts; near the first of them it is best for a Gaussian,
     near the last ones where a few rare draws make up the sum.
     """
     cells = np.arange(len(chances))

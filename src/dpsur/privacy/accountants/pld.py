@@ -194,7 +194,7 @@ def rounding(parts: Sequence[tuple[_Part, int]]) -> float:
 def composed_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> float:
     """Epsilon at delta of events, each repeated a number of times fixed in advance.
 
-    Formal guarantee: an upper bound whatever the noise. Where it, or delta, is so small that
+    Formal guarantee: an upper bound for any noise. Where it, or delta, is so small that
     distributions cannot be computed, it is the bound by Rényi divergences, which is looser, or
     infinity.
     """

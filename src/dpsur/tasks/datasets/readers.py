@@ -119,13 +119,13 @@ def read_arrays(path: Path, file: IO[bytes], known: Collection[str]) -> Arrays:
 
 
 def tar_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
-    """The named files of a tar archive, in whatever folder of it they are."""
+    """The named files of a tar archive, in any folder of it."""
     with readable(path), tarfile.open(path) as archive:
         return required_files(path, names, files_in_tar(path, archive))
 
 
 def zip_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
-    """The named files of a zip archive, in whatever folder of it they are."""
+    """The named files of a zip archive, in any folder of it."""
     with readable(path), zipfile.ZipFile(path) as archive:
         size = path.stat().st_size
 

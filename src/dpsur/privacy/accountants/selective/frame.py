@@ -50,7 +50,7 @@ class Frame:
     value_error: Array  # how far it was rounded up; twice this lower it is rounded down
     den: Array  # w den
     lean: Array  # w den (x - 1)
-    den_floor: float  # E[den] is at least this, whatever the choice
+    den_floor: float  # E[den] is at least this, for any choice
     den_sum: float  # and at most this
     lean_sum: float  # bounds E|den (x - 1)| and the size of what cancels in it
     tail_value: float
