@@ -12,9 +12,15 @@ from typing import Any
 import torch
 
 from dpsur import checks
-from dpsur.bench.arms import arm_named
-from dpsur.bench.run import line, rows
-from dpsur.bench.settings import LEARNING_RATE, MAX_GRAD_NORM, MOMENTUM, NOISE_MULTIPLIER, Settings
+from dpsur.bench.arms import (
+    LEARNING_RATE,
+    MAX_GRAD_NORM,
+    MOMENTUM,
+    NOISE_MULTIPLIER,
+    Settings,
+    arm_named,
+)
+from dpsur.bench.measurement import line, rows
 from dpsur.errors import InvalidInputError
 from reproduction.bench.arms import ARMS
 from reproduction.bench.networks import NETWORKS, network_named

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset
 
+from dpsur.bench.arms import Cell
 from dpsur.bench.measurement import OK, outcome_of, release, synchronize
-from dpsur.bench.settings import Cell
 from dpsur.functional.records import Examples, HostExamples, StreamedExamples
 from dpsur.runs.data import as_examples
 from reproduction.bench.network_grid import OURS, timed

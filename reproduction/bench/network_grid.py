@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from dpsur import checks
+from dpsur.bench.arms import Cell, CpuContention, PlainStep, Settings, machine
 from dpsur.bench.measurement import OK, outcome_of, release, synchronize
-from dpsur.bench.settings import Cell, CpuContention, Settings, machine
-from dpsur.bench.steps import PlainStep
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.streams import NOISE
 from reproduction.bench import families

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpsur.bench.settings import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, NotInstalledError, sgd
+from dpsur.bench.arms import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, NotInstalledError, sgd
 from dpsur.functional.tree import Params
 
 HOOKS, GHOST = "hooks", "ghost"

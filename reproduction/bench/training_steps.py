@@ -4,8 +4,14 @@ import time
 
 import torch
 
-from dpsur.bench.settings import NOISE_MULTIPLIER, Cell
-from dpsur.bench.steps import CapturedOwnStep, OwnStep, bench_method, bound_problem
+from dpsur.bench.arms import (
+    NOISE_MULTIPLIER,
+    CapturedOwnStep,
+    Cell,
+    OwnStep,
+    bench_method,
+    bound_problem,
+)
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import tensors_of
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop

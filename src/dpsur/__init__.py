@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from dpsur.privacy.events import CoinTest, Gaussian, LossTest, SampledGaussian, Trial
     from dpsur.privacy.statement import Statement
     from dpsur.runs.fit import fit
+    from dpsur.runs.observers import ProgressBar
     from dpsur.runs.predictor import Predictor, load
-    from dpsur.runs.progress import ProgressBar
     from dpsur.runs.result import Run
     from dpsur.runs.schema_learning import learn_schema
     from dpsur.runs.session import Observer
@@ -93,7 +93,7 @@ _HOMES = {
     "Predictor": "dpsur.runs.predictor",
     "PrivacyEngine": "dpsur.engine.privacy_engine",
     "Account": "dpsur.privacy.account",
-    "ProgressBar": "dpsur.runs.progress",
+    "ProgressBar": "dpsur.runs.observers",
     "Run": "dpsur.runs.result",
     "SampledGaussian": "dpsur.privacy.events",
     "Schema": "dpsur.tasks.schema",

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from dpsur.bench import memory, run
-from dpsur.bench.arms import ARMS
+from dpsur.bench import measurement as memory
+from dpsur.bench import measurement as run
+from dpsur.bench.arms import ARMS, CpuContention, NotInstalledError, Settings, machine
 from dpsur.bench.measurement import Timing, interleaved, outcome_of
-from dpsur.bench.settings import CpuContention, NotInstalledError, Settings, machine
 from dpsur.bench.user_model import NETWORKS, model_named
 from tests.cli.test_commands import dpsur
 

@@ -7,7 +7,7 @@ import pytest
 
 from dpsur.cli import main
 from dpsur.mechanism import trial as loop
-from dpsur.runs.progress import ProgressBar
+from dpsur.runs.observers import ProgressBar
 from tests.cli.test_commands import dpsur as command
 from tests.conftest import blobs
 

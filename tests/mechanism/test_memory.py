@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dpsur.bench.settings import Cell
+from dpsur.bench.arms import Cell
 from dpsur.errors import NothingReleasedError
 from dpsur.functional.problem import Problem, drop_weights
 from dpsur.functional.records import Examples

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpsur.bench import memory, run
-from dpsur.bench.arms import Arm, arm_named
-from dpsur.bench.settings import Cell, Settings, machine
+from dpsur.bench import measurement as memory
+from dpsur.bench import measurement as run
+from dpsur.bench.arms import Arm, Cell, Settings, arm_named, machine
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.cuda_graphs import WARM_UP_CALLS
 from reproduction.bench import network_grid
@@ -291,7 +291,7 @@ def test_what_goes_wrong_is_a_row(monkeypatch):
     makes = {"no-room": no_room, "broken": broken, "breaks-later": breaks_later}
     for name, make in makes.items():
         monkeypatch.setitem(ARMS, name, Arm(name, name, make))
-    monkeypatch.setattr("dpsur.bench.run.LONGEST_STEP", 1e-9)
+    monkeypatch.setattr("dpsur.bench.measurement.LONGEST_STEP", 1e-9)
     settings = replace(
         TINY,
         grid=[("pixel-28", 4), ("pixel-28", 512)],

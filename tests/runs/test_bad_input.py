@@ -10,7 +10,7 @@ from torch import nn
 
 import dpsur
 from dpsur.functional.records import Examples
-from dpsur.runs.embedding_check import check_tokens
+from dpsur.runs.validation import check_tokens
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)
@@ -47,7 +47,7 @@ BAD = [
     ({"method": "dpsur"}, "method must be an instance.*'dpsur'.*choose one of dpsur.Dpsur"),
     ({"method": dpsur.Dpsur}, "got the class Dpsur"),
     ({"budget": 3.0}, "budget must be a dpsur.Budget, got 3.0; write dpsur.Budget"),
-    ({"budget": dpsur.Budget(math.inf, 1e-5)}, "epsilon inf is no budget.*the method nonprivate"),
+    ({"budget": dpsur.Budget(math.inf, 1e-5)}, "epsilon must be finite.*method nonprivate"),
     ({"seed": "a"}, "seed must be a whole number or None, got 'a'"),
     ({"loss": 3}, "loss must be a function such as F.cross_entropy.*got 3"),
     ({"loss": "ce"}, "got 'ce'"),

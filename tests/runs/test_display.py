@@ -9,7 +9,7 @@ from torch import nn
 import dpsur
 from dpsur import display
 from dpsur.cli import main
-from dpsur.runs import progress
+from dpsur.runs import observers as progress
 from dpsur.status import silenced
 from tests.conftest import blobs, small_model
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.runs.fingerprint import loss_identity, model_identity
+from dpsur.runs.checkpoint import loss_identity, model_identity
 
 SCALE = 1.0
 

@@ -13,8 +13,7 @@ from torch.utils.data import Dataset
 
 import dpsur
 from dpsur.functional.records import Examples, StreamedExamples
-from dpsur.runs.data import as_examples
-from dpsur.runs.streaming import IDENTIFYING, identifying, is_mapped
+from dpsur.runs.data import IDENTIFYING, as_examples, identifying, is_mapped
 from reproduction.bench import large_data
 from tests.conftest import blobs, small_model
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpsur.bench.settings import Network
+from dpsur.bench.arms import Network
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import INIT, SETUP, Streams

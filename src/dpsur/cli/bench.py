@@ -7,9 +7,8 @@ import sys
 import torch
 
 from dpsur import checks
-from dpsur.bench.arms import ARMS, arm_named
-from dpsur.bench.run import line, rows
-from dpsur.bench.settings import Cell, Settings
+from dpsur.bench.arms import ARMS, Cell, Settings, arm_named
+from dpsur.bench.measurement import line, rows
 from dpsur.bench.user_model import FORM, NETWORKS, model_named
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem

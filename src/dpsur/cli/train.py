@@ -34,8 +34,8 @@ from dpsur.runs.files import RunFolder, finite, resume_command
 from dpsur.runs.fit import execute
 from dpsur.runs.holdout import doubts
 from dpsur.runs.input_features import InputFeatures
+from dpsur.runs.observers import ProgressBar
 from dpsur.runs.planning import prospect
-from dpsur.runs.progress import ProgressBar
 from dpsur.runs.result import Run
 from dpsur.runs.schema_learning import learn_schema
 from dpsur.runs.session import Observer, Session

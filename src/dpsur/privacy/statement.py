@@ -5,7 +5,7 @@ ask: definition and unit of privacy, adjacency, accounting, sampler, what is rel
 random numbers, arithmetic, tuning and side channels.
 
 A statement follows from a plan, the steps that were charged and a few facts of the run, and holds
-all of them. So it can be made again from itself, with the version of texts that it names. That is
+all of them. So it can be rebuilt from itself, with the version of texts that it names. That is
 what `dpsur verify` does, and compares.
 """
 

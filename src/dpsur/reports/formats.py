@@ -48,7 +48,7 @@ def nist(statement: Mapping[str, Any]) -> Fields:
             "separation of units": statement["independence"],
             "arithmetic": statement["arithmetic"],
             "random numbers": statement["random"],
-            "checked again by": "dpsur verify: the statement is made again from its parameters",
+            "checked again by": "dpsur verify: the statement is rebuilt from its parameters",
             "empirical lower bounds": "dpsur audit and dpsur attack, on the method, not this run",
             "versions": statement["versions"],
         },

@@ -34,14 +34,20 @@ from dpsur.runs.data import (
     check_alike,
     check_labels,
     check_values,
+    checked_parts,
     with_indices,
 )
-from dpsur.runs.embedding_check import check_tokens
 from dpsur.runs.files import to_json
 from dpsur.runs.input_features import InputFeatures, compute_inputs, like_features
 from dpsur.runs.session import Session
-from dpsur.runs.streaming import checked_parts
-from dpsur.runs.validation import check_is_loss, check_loss, check_module, check_targets, loss_on
+from dpsur.runs.validation import (
+    check_is_loss,
+    check_loss,
+    check_module,
+    check_targets,
+    check_tokens,
+    loss_on,
+)
 from dpsur.status import status
 
 RECORDS_READ = 1024  # at a time, for a digest

@@ -23,7 +23,7 @@ from dpsur.functional.problem import (
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params, concatenate_rows, describe_rows, map_tensors, split_rows
 from dpsur.runs.data import check_labels
-from dpsur.runs.embedding_check import check_tokens
+from dpsur.runs.validation import check_tokens
 from dpsur.tasks.schema import RangeLoss
 
 # Losses of targets that are right or wrong, several of them at once or one, and of numbers.

@@ -64,14 +64,13 @@ from dpsur.runs.evaluation import (
 )
 from dpsur.runs.files import BOOKING, CURVES, RunFolder, to_json, write_atomically
 from dpsur.runs.holdout import check_target, noisy_figures, split_off
-from dpsur.runs.observers import RandomDelays, Recorder, draw_curves
+from dpsur.runs.observers import RandomDelays, Recorder, default_progress, draw_curves
 from dpsur.runs.own_data import (
     Given,
     better_for_images,
     own_task,
     task_network,
 )
-from dpsur.runs.progress import default_progress
 from dpsur.runs.release import (
     CLASSES,
     LABELS,

@@ -34,14 +34,15 @@ from dpsur.runs.checkpoint import (
     Statistics,
     digest_of,
     load_checkpoint,
+    loss_identity,
+    model_identity,
     read_checkpoint,
     restore,
     save_checkpoint,
 )
+from dpsur.runs.data import identifying
 from dpsur.runs.evaluation import evaluate
 from dpsur.runs.files import RunFolder, sha256, to_json
-from dpsur.runs.fingerprint import loss_identity, model_identity
-from dpsur.runs.streaming import identifying
 
 EVALUATIONS_PER_RUN = 20
 # Captured trials between two looks at them. The last block continues beyond the end of the plan.

@@ -289,7 +289,7 @@ def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# --- the statement made again -------------------------------------------------------------------
+# --- the statement rebuilt -----------------------------------------------------------------------
 
 
 def _rebuilt(statement: Mapping[str, Any], plan: Plan, made: Ledger) -> Statement:
