@@ -110,7 +110,7 @@ class Demo(OneByOne):
 
     def render(self, rows: Sequence[Row]) -> list[Artifact]:
         """The table as a page."""
-        return [Page("demo_table.md", _page(rows))]
+        return [Page("tables/demo.md", _page(rows))]
 
 
 EXPERIMENT = Demo()

@@ -137,8 +137,8 @@ def test_the_accounting_table_is_rendered_from_its_rows(tmp_path, capsys):
         capsys=capsys,
     )
     assert status == 0
-    page = (tmp_path / "accounting_table.md").read_text()
-    assert page == (ROOT / "docs" / "accounting_table.md").read_text()
+    page = (tmp_path / "tables" / "accounting.md").read_text()
+    assert page == (ROOT / "docs" / "tables" / "accounting.md").read_text()
     fresh, kept = (
         [json.loads(line) for line in (folder / "accounting.jsonl").read_text().splitlines()]
         for folder in (tmp_path, ROOT / "results")

@@ -75,7 +75,7 @@ MNIST_5K = Task(
     shape=(1, 28, 28),
     classes=10,
     # The paper has no settings for so few records. These were chosen on held-out training records
-    # (docs/demo_table.md), for Algorithm 1 with the paper's gate and constant learning rate.
+    # (docs/tables/demo.md), for Algorithm 1 with the paper's gate and constant learning rate.
     settings={
         "dpsur": {"batch_size": 1024, "learning_rate": 2.0, "schedule": "constant"},
         "dpsgd": {"learning_rate": 2.0},
