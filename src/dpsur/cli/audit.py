@@ -25,7 +25,7 @@ from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.build_session import choose_device
-from dpsur.runs.progress import ProgressBar
+from dpsur.runs.observers import ProgressBar
 from dpsur.tasks import Task, task_named
 
 DESCRIPTION = """\
