@@ -30,9 +30,9 @@ public schedule: no analysis that covers such runs can prove less. *Every trial*
 trials that are expected if half of the candidates are improvements: M = T / ((a_min + a_max) / 2).
 
 T of CIFAR-10 and MNIST is that with the statistics charged (459 for CIFAR-10 at 3); the table of
-[counter-examples](../privacy.md#14-why-the-published-analysis-fails) is without them (493). Training
-runs by the published accounting make fewer (113 and 268 instead of 118 and 280 at epsilon 1 for
-CIFAR-10 and MNIST), because they are charged for two more noisy histograms.
+[counter-examples](../privacy.md#14-why-the-published-analysis-fails) is without them (493).
+Training runs by the published accounting make fewer (113 and 268 instead of 118 and 280 at epsilon
+1 for CIFAR-10 and MNIST), because they are charged for two more noisy histograms.
 """
 
 
