@@ -16,6 +16,7 @@ from dpsur.privacy.events import (
     LossTest,
     NoisyChoice,
     SampledGaussian,
+    ThresholdedGaussian,
     Trial,
     event_from_json,
     event_to_json,
@@ -154,8 +155,9 @@ def test_a_gate_over_records_of_persons_is_refused():
 # --- conversions ----------------------------------------------------------------------------------
 
 
-def plan(event, steps=100, test=None, delta=DELTA):
-    return repeated_plan(Budget(1e3, delta), "every-trial", Trial(event, test), steps)
+def plan(event, steps=100, test=None, delta=DELTA, setup=()):
+    trial, budget = Trial(event, test), Budget(1e3, delta)
+    return repeated_plan(budget, "every-trial", trial, steps, setup=setup)
 
 
 def test_a_group_of_one_is_the_guarantee():
@@ -195,6 +197,17 @@ def test_to_replace_a_record_is_at_least_the_gaussian_of_twice_the_distance():
     assert exact <= found.epsilon <= 1.15 * exact
     assert found.delta == DELTA
     assert held.epsilon() < found.epsilon
+
+
+def test_a_group_that_shares_a_value_is_not_below_a_threshold():
+    """The threshold of a learned schema hides a value of one record, not one of several."""
+    noise, records = 3.0, 12
+    held = plan(SampledGaussian(0.02, 3.0), setup=(ThresholdedGaussian(noise, DELTA / 10),))
+    found = for_group(held, records)
+    assert not found.exact
+    # the chance that a value of all of them is listed, as no data set without them lists it
+    listed = norm.sf(norm.isf(DELTA / 10) - (records - 1) / noise)
+    assert found.delta >= listed > 1000 * DELTA
 
 
 def test_a_selective_plan_is_converted_as_a_whole():

@@ -24,6 +24,7 @@ from dpsur.privacy.events import (
     NoisyChoice,
     NonPrivate,
     SampledGaussian,
+    ThresholdedGaussian,
     Trial,
 )
 from dpsur.privacy.plan import Plan
@@ -59,7 +60,9 @@ def for_group(plan: Plan, records: int, unit: str = "record") -> Converted:
     epsilon, delta = plan.epsilon(), plan.budget.delta
     if records == 1 or not math.isfinite(epsilon):
         return Converted(name, epsilon, delta, exact=True)
-    if composes(plan):
+    # A value that a whole group shares passes a threshold more easily than one of a single record.
+    learned = any(isinstance(event, ThresholdedGaussian) for event, _ in plan.charges())
+    if composes(plan) and not learned:
         charges = [(grouped(event, records), count) for event, count in plan.charges()]
         found = accounting_named("every-trial").epsilon(charges, delta)
         if math.isfinite(found):
@@ -105,10 +108,12 @@ def for_replacement(plan: Plan, unit: str = "record") -> Converted:
         return Converted(name, epsilon, delta, exact=True)
     if composes(plan) and not any(isinstance(e, NonPrivate) for e, _ in plan.charges()):
         charges = plan.charges()
-        left = delta - 2 * accounting_named("every-trial").noise_tail(charges)
-        found = _least(
-            lambda half: (1 + math.exp(half)) * pld.composed_delta(charges, half) <= left, epsilon
-        )
+        tail = accounting_named("every-trial").noise_tail(charges)
+
+        def fits(half: float) -> bool:
+            return (1 + math.exp(half)) * (pld.composed_delta(charges, half) + tail) <= delta
+
+        found = _least(fits, epsilon)
         if found is not None:
             return Converted(name, 2 * found, delta, exact=True)
     return Converted(name, 2 * epsilon, min(1.0, delta * (1 + math.exp(epsilon))), exact=False)
