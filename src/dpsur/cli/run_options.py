@@ -47,7 +47,7 @@ def add_run_options(parser: argparse.ArgumentParser, groups: Iterable[str]) -> N
 
 
 def add_data_options(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
-    """Add `--task` and what can be declared about records of one's own."""
+    """Add `--task` and what can be declared about your records."""
     parser.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
     for found in declared(Declared).values():
         if found.name != "group_by":
@@ -56,7 +56,7 @@ def add_data_options(parser: argparse._ArgumentGroup | argparse.ArgumentParser) 
 
 
 def declared_data(options: argparse.Namespace) -> Declared:
-    """What was declared about records of one's own."""
+    """What was declared about your records."""
     names = (name for name in declared(Declared) if name != "group_by")
     given = {name: getattr(options, name) for name in names}
     return Declared(**{name: value for name, value in given.items() if value is not None})

@@ -121,7 +121,7 @@ def lost_on_public_data(
 
 
 def _between(losses: Sequence[float], product: float) -> float:
-    """A straight line between neighbours, in logarithms; beyond them the last one goes on."""
+    """A straight line between neighbours, in logarithms; beyond them the last one continues."""
     last = len(losses) - 1
     number = min(max(1, sum(place < product for place in PRODUCTS[:last])), last)
     low, high = PRODUCTS[number - 1], PRODUCTS[number]
