@@ -194,7 +194,9 @@ def _check_arguments(
     for name in kwargs:
         if name not in parameters and not more:
             near = get_close_matches(name, parameters, 1) or [
-                known for known in parameters if known.startswith(name)
+                known
+                for known in parameters
+                if known.startswith(name) or name == "".join(word[:1] for word in known.split("_"))
             ]
             remedy = f"did you mean {near[0]}?" if near else f"it has {', '.join(parameters)}"
             remedy = f"write {elsewhere[name]}" if name in elsewhere else remedy
