@@ -10,12 +10,14 @@ whose rejections are free, are known by their (epsilon, delta) alone, and conver
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dpsur import checks
+from dpsur.errors import BudgetError
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import (
     Event,
     Gaussian,
@@ -28,6 +30,7 @@ from dpsur.privacy.events import (
     Trial,
 )
 from dpsur.privacy.plan import Plan
+from dpsur.privacy.search import least_noise
 
 
 @dataclass(frozen=True)
@@ -133,3 +136,65 @@ def _least(fits: Callable[[float], bool], start: float) -> float | None:
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
+
+
+# --- which sampler, and how many records of a person ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class PersonSampling:
+    """A way to protect persons, and what its noise is to a mean gradient.
+
+    Attributes:
+        sampling: "person" or "record", as `fit` takes it.
+        records_per_person: at most so many are used.
+        batch_size: the expected number of persons, or of records.
+        noise_multiplier: the least that fits the budget.
+        noise: standard deviation of the noise of a mean gradient over the clipping norm.
+    """
+
+    sampling: str
+    records_per_person: int
+    batch_size: float
+    noise_multiplier: float
+    noise: float
+
+
+def samplings_of_persons(
+    budget: Budget, persons: int, records: int, most: Sequence[int], updates: int, batch_size: int
+) -> list[PersonSampling]:
+    """Both samplers for each bound on records per person, best first, by public facts alone.
+
+    Batches are drawn at the rate that gives `batch_size` records of all `records`, so that every
+    choice does at most that work. Best is the least noise. Where two are within a twentieth, that
+    is the one with more records per person, whose gradients vary less.
+    """
+    found = []
+    rate = min(1.0, batch_size / records)
+    accounting = accounting_named("every-trial")
+    for records_each in most:
+        used = min(records, records_each * persons)
+        for sampling, units, joining in (("person", persons, 1), ("record", used, records_each)):
+            if sampling == "record" and records_each == 1:
+                continue  # the same
+
+            def epsilon_of(noise: float, joining: int = joining) -> float:
+                event = SampledGaussian(rate, noise, joining)
+                return accounting.epsilon([(event, updates)], budget.delta)
+
+            noise = least_noise(epsilon_of, budget.epsilon)
+            if noise is not None:
+                size = rate * units
+                found.append(PersonSampling(sampling, records_each, size, noise, noise / size))
+    if not found:
+        raise BudgetError(
+            f"no noise is enough for epsilon {budget.epsilon:g}", code="budget-too-small"
+        )
+    near = 1.05 * min(one.noise for one in found)
+    return sorted(
+        found,
+        key=lambda one: (
+            one.noise > near,
+            -one.records_per_person if one.noise <= near else one.noise,
+        ),
+    )
