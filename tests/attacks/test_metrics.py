@@ -145,3 +145,15 @@ def test_roc():
         Scores(np.array([]), np.array([1.0]), 0.0)
     with pytest.raises(InvalidInputError, match="NaN"):
         Scores(np.array([np.nan]), np.array([1.0]), 0.0)
+
+
+def test_several_records_of_a_person_say_more_than_one():
+    draw = np.random.default_rng(0)
+    owners = np.arange(4000) // 8
+    found = Scores.halved(draw.normal(0.3, 1.0, 4000), draw.normal(0.0, 1.0, 4000))
+    persons = found.of_persons(owners, owners)
+    assert len(persons.members) == 500
+    assert persons.members[3] == pytest.approx(found.members[24:32].mean())
+    assert measure(persons).auc.value > measure(found).auc.value + 0.1
+    with pytest.raises(InvalidInputError, match="one person per record"):
+        found.of_persons(owners[:-1], owners)

@@ -13,11 +13,13 @@ from dpsur.audits.bounds import CONTRADICTED, NOT_CONTRADICTED
 from dpsur.audits.canaries import BLOCK, gradient_canaries, input_canaries
 from dpsur.audits.training import audit_training, ceiling, guess, is_idle
 from dpsur.errors import InvalidInputError
+from dpsur.functional.persons import Groups
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import clipped_sum
 from dpsur.privacy.budget import Budget
+from dpsur.runs import build_session as building
 from reproduction.audits.negative_controls import FAULTS, SOUND, audit_broken_training
 from reproduction.audits.repeated import DELTA, PLACES, TINY, audit_repeated, outcomes
 from tests.conftest import blobs, small_model
@@ -238,3 +240,35 @@ def test_a_stale_loss_breaks_its_claim():
     assert off(kept, stale) < 5
     assert off(checked, sound) < 5
     assert off(checked, stale) > 5
+
+
+def audit_of_persons(records_each=4):
+    method = plain(batch_size=150, updates=40, gate="none", max_grad_norm=0.1)
+    return audit_training(
+        small_model(),
+        blobs(),
+        loss=F.cross_entropy,
+        method=method,
+        budget=Budget(1.0, 1e-5),
+        accounting="every-trial",
+        planter=gradient_canaries(600, 0.1),
+        subject="persons",
+        records_per_person=records_each,
+    )
+
+
+def test_canary_persons_do_not_contradict_a_claim_for_persons():
+    found = audit_of_persons()
+    assert found.verdict == NOT_CONTRADICTED
+    assert found.details["records_per_person"] == 4
+
+
+def test_clipping_by_record_contradicts_a_claim_for_persons(monkeypatch):
+    """Records are persons of their own to the training, and not to the claim."""
+    real = building.choose_records
+
+    def alone(examples, groups):
+        return real(examples, Groups(torch.arange(len(examples)), 1))
+
+    monkeypatch.setattr(building, "choose_records", alone)
+    assert audit_of_persons(16).verdict == CONTRADICTED

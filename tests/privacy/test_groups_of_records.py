@@ -7,10 +7,11 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import binom, norm
 
+from dpsur.cli import main
 from dpsur.privacy.accountants import losses, pld
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.conversion import for_group, for_replacement
+from dpsur.privacy.conversion import for_group, for_replacement, samplings_of_persons
 from dpsur.privacy.events import (
     Gaussian,
     LossTest,
@@ -222,3 +223,24 @@ def test_a_selective_plan_is_converted_as_a_whole():
     other = for_replacement(held)
     assert not other.exact
     assert other.delta == pytest.approx(1e-7 * (1 + math.exp(held.epsilon())))
+
+
+def test_the_samplings_of_persons_are_compared_by_public_facts(capsys):
+    found = samplings_of_persons(Budget(3.0, DELTA), 600, 5000, [1, 4], 50, 500)
+    assert {(one.sampling, one.records_per_person) for one in found} == {
+        ("person", 1),
+        ("person", 4),
+        ("record", 4),
+    }
+    for one in found:
+        joining = one.records_per_person if one.sampling == "record" else 1
+        event = SampledGaussian(0.1, one.noise_multiplier, joining)
+        assert accounting_named("every-trial").epsilon([(event, 50)], DELTA) <= 3.0
+        assert one.noise == one.noise_multiplier / one.batch_size
+    persons = [one for one in found if one.sampling == "person"]
+    assert [one.records_per_person for one in persons] == [4, 1]  # more records, the same noise
+    options = ["--persons", "600", "--dataset-size", "5000", "--records-per-person", "1", "4"]
+    options += ["--epsilon", "3", "--delta", "1e-5", "--updates", "50"]
+    assert main(["calibrate", *options, "--batch-size", "500"]) == 0
+    assert "noise of a mean / C" in capsys.readouterr().out
+    assert main(["calibrate", *options]) == 2

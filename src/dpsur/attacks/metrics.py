@@ -57,6 +57,14 @@ class Scores:
         threshold = float(np.quantile(np.concatenate([members, others]), 1 - share))
         return Scores(members, others, threshold)
 
+    def of_persons(self, members: Array, others: Array) -> "Scores":
+        """The same attack on persons, by the mean score of each one's records.
+
+        `members` and `others` number the person of every record. An attacker who holds several
+        records of somebody is surer than with one, unless the person was the unit of privacy.
+        """
+        return Scores.halved(_means(self.members, members), _means(self.others, others))
+
     @staticmethod
     def apart(scores: Array, is_member: Flags, threshold: float | None = None) -> "Scores":
         """Of all records, separated by a flag; without a threshold the upper half is guessed."""
@@ -64,6 +72,16 @@ class Scores:
         if threshold is None:
             return Scores.halved(members, others)
         return Scores(members, others, threshold)
+
+
+def _means(scores: Array, persons: Array) -> Array:
+    if len(scores) != len(persons):
+        raise InvalidInputError(
+            f"{len(scores)} records have {len(persons)} persons; name one person per record"
+        )
+    numbers = np.unique(persons, return_inverse=True)[1].reshape(-1)
+    means: Array = np.bincount(numbers, weights=scores) / np.bincount(numbers)
+    return means
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """One training run with canaries, held against what is claimed for it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from dpsur.audits.one_run import (
 )
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
+from dpsur.functional.persons import Groups, record_loss
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.methods import Method
@@ -108,14 +109,17 @@ def audit_training(
     confidence: float = 0.95,
     seed: int = 0,
     device: str | torch.device = "cpu",
+    records_per_person: int = 1,
     change: Callable[[Session], Session] | None = None,
     observers: Sequence[Observer] = (),
 ) -> Finding:
     """Train once with canaries and hold the guesses against the claimed epsilon.
 
     Formal guarantee: if the training has the claimed privacy, the verdict is "contradicted" with
-    probability at most 1 - confidence. `change` replaces what runs, but not what is claimed: a test
-    breaks a training with it, to see that the audit notices.
+    probability at most 1 - confidence. With several `records_per_person` every record, canaries
+    too, becomes a person who has it so many times, and what is claimed is claimed for persons:
+    whoever clips each of a person's records shows them as often. `change` replaces what runs, but
+    not what is claimed: a test breaks a training with it, to see that the audit notices.
     """
     if not 0 < confidence < 1:
         raise InvalidInputError(f"confidence must be in (0, 1), got {confidence}")
@@ -131,9 +135,15 @@ def audit_training(
         seed=seed,
         device=str(device),
     )
-    session = build_session(config, planted.model, planted.train, loss=planted.loss)
+    train, groups = planted.train, None
+    if records_per_person > 1:
+        persons = torch.arange(len(train)).repeat_interleave(records_per_person)
+        train = train.select(persons.to(train.targets.device))
+        groups = Groups(persons, records_per_person)
+    session = build_session(config, planted.model, train, loss=planted.loss, groups=groups)
     progress = (session if change is None else change(session)).run(observers)
-    scores = planted.scores(session.problem, progress.state.released_params).cpu()
+    of_records = replace(session.problem, loss=record_loss(session.problem.loss))
+    scores = planted.scores(of_records, progress.state.released_params).cpu()
     included = planted.included.cpu()
     tried = [guess(scores, included, int(share * len(scores))) for share in GUESSED_SHARES]
     points = claimed_points(session.plan)
@@ -154,6 +164,7 @@ def audit_training(
             "guesses": [[g.made, g.correct] for g in found.guesses],
             "updates": session.plan.length,
             "records": len(planted.train),
+            **({"records_per_person": records_per_person} if records_per_person > 1 else {}),
             "seed": seed,
         },
     )

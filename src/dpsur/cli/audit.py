@@ -66,6 +66,13 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help="records with a gradient of their own, or test records with random labels",
     )
     one.add_argument("--count", type=int, default=2000, help="canaries (default: 2000)")
+    one.add_argument(
+        "--records-per-person",
+        type=int,
+        default=1,
+        metavar="K",
+        help="make every record and canary a person who has it K times (default: 1)",
+    )
     one.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     add_method_options(parser)
     parser.set_defaults(run=run)
@@ -74,6 +81,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     checks.non_negative("seed", options.seed)
     checks.at_least_one("count", options.count)
+    checks.at_least_one("records_per_person", options.records_per_person)
     checks.probability("confidence", options.confidence)
     finding = _audit(options)
     print(json.dumps(finding.row()) if options.json else _text(finding), flush=True)
@@ -122,6 +130,7 @@ def _audit(options: argparse.Namespace) -> Finding:
             confidence=options.confidence,
             seed=options.seed,
             device=device,
+            records_per_person=options.records_per_person,
             observers=[bar],
         )
 

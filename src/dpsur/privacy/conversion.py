@@ -191,10 +191,8 @@ def samplings_of_persons(
             f"no noise is enough for epsilon {budget.epsilon:g}", code="budget-too-small"
         )
     near = 1.05 * min(one.noise for one in found)
-    return sorted(
-        found,
-        key=lambda one: (
-            one.noise > near,
-            -one.records_per_person if one.noise <= near else one.noise,
-        ),
-    )
+
+    def order(one: PersonSampling) -> tuple[float, int]:
+        return one.noise if one.noise > near else 0.0, -one.records_per_person
+
+    return sorted(found, key=order)
