@@ -56,8 +56,10 @@ TEXT = f"""
 Linear models on records that belong to persons: PSID (595 persons with 7 yearly records each: is
 the wage above 500?), MovieLens (671 persons with 20 to 2,391 ratings each: is it at least 4, by
 genres and year?) and Fashion-MNIST with 10 images for each of 6,000 made-up persons. A fifth of the
-persons (of the test images on Fashion-MNIST) is for testing. Figures are AUC, on Fashion-MNIST
-accuracy, mean and standard deviation over seeds; epsilon is that of the unit, delta {DELTA:g}.
+persons of a table is for testing; Fashion-MNIST has its own test images. Figures are AUC, on
+Fashion-MNIST accuracy, mean and standard deviation over seeds; epsilon is that of the unit, delta
+{DELTA:g}. On MovieLens people with many ratings make up most of the test records, and of those that
+*record* trains on.
 
 *record* protects one record and uses all of them; it promises persons little. The others protect
 persons, of whom at most k records are used. *person* draws persons, each of whom adds the mean
