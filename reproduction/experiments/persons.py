@@ -380,3 +380,5 @@ def _panel(place: "Axes", data: str, rows: Sequence[Row]) -> None:
     place.set_xlabel("epsilon of the unit")
     place.set_ylabel("AUC on other persons")
     place.set_xscale("log")
+    place.set_xticks(EPSILONS[data], labels=[f"{epsilon:g}" for epsilon in EPSILONS[data]])
+    place.minorticks_off()
