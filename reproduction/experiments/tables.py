@@ -65,8 +65,11 @@ knowledge. The last two columns have no privacy.
 The tables come from R packages (mlbench, modeldata, kernlab, ggplot2, AER, carData, dslabs);
 *hospital* is made up: 20,000 records, 15 columns, 16% positive, ten seeds. Settings were chosen on
 held-out training records of the first nine tables ([what others give](tables/tables-rule.md)), the
-kind of features on those of MplsStops too; PSID7682, movielens and hospital had no part. Of
-PSID7682 and movielens a person has several records, and epsilon is that of one record.
+kind of features on those of MplsStops too, so that its rows are no independent evidence; PSID7682,
+movielens and hospital had no part. Settings were first found by a simulation of the same model that
+is not part of the repository; what can be run again is each setting changed by itself, with one
+table left out at a time (`python -m reproduction tables-rule`). Of PSID7682 and movielens a person
+has several records, and epsilon is that of one record.
 """
 END = """\
 Rendered by `python -m reproduction tables` from the rows of results/tables.jsonl. The tables are

@@ -227,6 +227,9 @@ def test_from_a_raw_file_to_a_release(tmp_path, capsys):
     assert "--target" in capsys.readouterr().err
     command += ["--target", "back"]
     assert main([*command, "--dry-run"]) == 2
+    assert main([*command, "--epsilon", "1"]) == 2  # nothing would be left to train with
+    assert main([*command, "--holdout", "0.1"]) == 2
+    assert not (tmp_path / "people.csv.schema.json").exists()
     assert main([*command, "--out", str(tmp_path / "run")]) == 0
     kept = (tmp_path / "people.csv.schema.json").read_bytes()
     assert main([*command, "--out", str(tmp_path / "again")]) == 0  # and nothing is learned again

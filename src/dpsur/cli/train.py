@@ -23,6 +23,7 @@ from dpsur.cli.terminal import Stop, stop_on_signal
 from dpsur.config import RunConfig, data_facts
 from dpsur.distributed import Ranks
 from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, describe_os_error
+from dpsur.options import flag
 from dpsur.presets import AUTO, explain_auto
 from dpsur.privacy.events import Ledger, LossTest
 from dpsur.privacy.rejections import NOT_HIDDEN
@@ -164,7 +165,19 @@ def _learn_schema(options: argparse.Namespace, ranks: Ranks) -> None:
         raise InvalidInputError(
             "--schema-epsilon needs --task csv:FILE or parquet:FILE, and --target COLUMN"
         )
+    for name in ("holdout", "group_by"):
+        if getattr(options, name) is not None:
+            raise InvalidInputError(
+                f"{flag(name)} is not for a schema that is learned from all records, one by one; "
+                "leave it out, or declare a schema"
+            )
     table, epsilon = table_path(options.task), options.schema_epsilon
+    whole = RunConfig().budget.epsilon if options.epsilon is None else options.epsilon
+    if not epsilon < whole:
+        raise InvalidInputError(
+            f"--schema-epsilon {epsilon:g} leaves nothing of epsilon {whole:g} to train with; "
+            "a tenth is usual"
+        )
     delta = RunConfig().budget.delta if options.delta is None else options.delta
     file = (
         table.with_name(f"{table.name}.schema.json") if options.schema is None else options.schema
@@ -372,5 +385,6 @@ def _print_result(
             f"({'public' if public else 'private: do not share'})"
         )
     kept = "".join(f"; values that the {path.stem} does not declare: {path}" for path in noted)
-    use = "to publish" if guarantee["epsilon"] is not None else "not private: do not publish"
+    private = math.isfinite(math.inf if guarantee["epsilon"] is None else guarantee["epsilon"])
+    use = "to publish" if private else "not private: do not publish"
     print(f"release: {release} ({use}); private: {folder.private} (keep{kept})")

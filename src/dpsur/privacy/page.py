@@ -176,7 +176,8 @@ def _public_rows(words: Words, public: Mapping[str, Any], method: str) -> Rows:
     if "schema" in public:
         columns, target = (public["schema"][part] for part in ("columns", "target"))
         names = ", ".join(map(str, target))
-        rows += words.rows("schema", columns=len(columns), target=names)
+        own = "schema learned" if "learned" in public["schema"] else "schema"
+        rows += words.rows(own, columns=len(columns), target=names)
     return rows
 
 
