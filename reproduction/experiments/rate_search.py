@@ -51,8 +51,8 @@ accuracy minus half the Brier score, the clip norm is the median, and ties go to
 
 Where 16% are positive, the clipped loss of a model that is sure of the other class is 0.16 of its
 bound whatever the record, and that of the best model 0.28: the search was drawn to rates at which
-nothing is learned. In the example of texts all rates of the short blocks gave the same value before,
-and noise chose among them. None of these ten seeds failed; of three runs without a seed on the same
+nothing is learned. In the example of texts all rates of the short blocks gave the same value, and
+noise chose among them. None of these ten seeds failed; of three runs without a seed on the same
 commit one did, with 72% at a rate of 14.6. A small clip norm makes every
 gradient a unit vector, which pulls all probabilities to the larger class: hence the log loss.
 """
