@@ -306,8 +306,8 @@ def _print_notes(about: dict[str, Any], *, table: bool, known: bool, device: str
         )
     elif known:
         print(
-            "accuracy lost: against the same model without privacy, half of the least and twice "
-            "the most of what it cost on public data sets; a guide, no promise"
+            "accuracy lost: against the same model without privacy, what it cost on four public "
+            "data sets, with room on both sides; a guide, no promise"
         )
     else:
         print("accuracy is not simulated (--no-simulation, or a target or columns of another kind)")
