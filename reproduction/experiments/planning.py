@@ -59,15 +59,16 @@ the public data sets parts were used, which processors can train on, and at most
 one seed. A loss below zero counts as none.
 
 For a table the range goes from nothing to what privacy cost on the harder of two synthetic tables
-with the same columns (`dpsur plan --schema`). For images and texts it surrounds what privacy cost on
-public data at the same product of records and epsilon, by the factor that one of these needs to be
-in the range of the others (3.3). Here a data set takes no part in its plan: neither its losses
+with the same columns (`dpsur plan --schema`). For images and texts it surrounds what privacy cost
+on public data at the same product of records and epsilon, by the factor that one of these needs to
+be in the range of the others (3.3). Here a data set takes no part in its plan: neither its losses
 nor the factor, which then is between 3.3 and 5.9.
 
-The upper ends are often generous: real columns tell less, and more of the same, than the synthetic
-ones do. What was missed: of diamonds the loss hardly depends on epsilon, since 150 updates
-are not enough for 43,000 records; of DoctorVisits and credit_data it is a point, which is half a
-standard error to one of the 900 to 1,100 test records.
+Ranges of images and texts span a factor of ten and more: without any record, no more is known than
+that data sets differ. The upper ends for tables are often generous: real columns tell less, and
+more of the same, than the synthetic ones do. What was missed: of diamonds the loss hardly depends
+on epsilon, since 150 updates are not enough for 43,000 records; of DoctorVisits and credit_data it
+is a point, less than the standard error of an accuracy on so few test records.
 """
 COSTS_TEXT = """
 ## Time and memory
@@ -89,9 +90,9 @@ COSTS = (
     Column("data", "data"),
     Column("records", "records", ",d"),
     Column("seconds", "seconds"),
-    Column("planned", "planned_seconds"),
+    Column("planned seconds", "planned_seconds"),
     Column("GB", "memory"),
-    Column("planned ", "planned_memory"),
+    Column("planned GB", "planned_memory"),
 )
 # What the weights of the model without privacy may cost; one is chosen on held-out records.
 DECAYS = (1e-3, 1e-4, 1e-5, 1e-6)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -248,3 +249,75 @@ def test_a_column_of_a_data_frame_is_a_list_of_texts(made):
     frame = pd.read_json(file, lines=True)
     assert (run.predict(frame["text"]) == run.predict(list(frame["text"]))).all()
     assert (run.predict(frame) == run.predict(frame["text"])).all()
+
+
+class Columns:
+    """Stands for a data set of Hugging Face."""
+
+    def __init__(self, columns, names=None):
+        self._columns, self.column_names = columns, list(columns)
+        self.features = {name: SimpleNamespace(names=names) for name in columns}
+
+    def __len__(self):
+        return len(self._columns[self.column_names[0]])
+
+    def __getitem__(self, key):
+        return self._columns[key]
+
+
+def test_data_sets_of_hugging_face_are_trained_on_and_predicted_for():
+    texts, labels = notes()
+    numbers = [["home", "ward"].index(label) for label in labels]
+    run = dpsur.fit("auto", Columns({"text": texts, "label": numbers}, ["home", "ward"]), **SHARED)
+    assert set(run.predict(Columns({"text": texts[:5]}))) <= {"home", "ward"}
+    frame = pd.DataFrame({"text": texts, "label": labels})
+    same = dpsur.fit("auto", frame, classes=["home", "ward"], **SHARED)
+    assert (same.predict(frame) == run.predict(texts)).all()
+    with pytest.raises(dpsur.InvalidInputError, match="has the columns age, job; a table must be"):
+        dpsur.fit("auto", Columns({"age": [1, 2], "job": ["a", "b"]}), **SHARED)
+
+
+def test_one_record_as_a_dictionary(made):
+    run, _ = made[1]["table"]
+    one = {"age": 70, "job": "clerk"}
+    assert run.predict(one) == run.predict([one])
+
+
+def test_channels_that_come_last_are_named():
+    images = np.zeros((20, 32, 32, 3), np.uint8)
+    with pytest.raises(dpsur.InvalidInputError, match=r"pass x.transpose\(0, 3, 1, 2\)"):
+        dpsur.fit("auto", (images, np.arange(20) % 2), classes=2, **SHARED)
+
+
+class Ragged(torch.utils.data.Dataset):
+    """Records of several lengths, which `padded` brings to eight."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, place):
+        return torch.full((3 + place % 4,), float(place % 2)), place % 2
+
+
+def padded(records):
+    inputs = torch.zeros(len(records), 8)
+    for row, (values, _) in zip(inputs, records, strict=True):
+        row[: len(values)] = values
+    return inputs, torch.tensor([label for _, label in records])
+
+
+def test_a_collate_function_sees_each_record_alone():
+    seen = []
+
+    def collate(records):
+        seen.append(len(records))
+        return padded(records)
+
+    run = dpsur.fit(nn.Linear(8, 2), Ragged(), collate=collate, test_set=Ragged(), **SHARED)
+    assert set(seen) == {1}
+    assert run.scores["accuracy"] > 0.9
+    loader = torch.utils.data.DataLoader(Ragged(), collate_fn=padded)
+    with pytest.raises(dpsur.InvalidInputError, match="collate=loader.collate_fn"):
+        dpsur.fit(nn.Linear(8, 2), loader, **SHARED)
+    with pytest.raises(dpsur.InvalidInputError, match="pad or crop them"):
+        dpsur.fit(nn.Linear(8, 2), Ragged(), **SHARED)

@@ -83,6 +83,23 @@ def as_examples(
     return examples
 
 
+class Collated(torch.utils.data.Dataset[Any]):
+    """A data set whose records a collate function makes tensors of, each record alone.
+
+    What a function does with several records at once, such as padding to the longest, would let a
+    record change others; alone it pads to a length of its own choice.
+    """
+
+    def __init__(self, data: Any, collate: Callable[[Any], Any]) -> None:
+        self._data, self._collate = data, collate
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, place: int) -> Any:
+        return map_tensors(lambda values: values[0], self._collate([self._data[place]]))
+
+
 def _check_kind(data: Any, name: str) -> None:
     """Refuse what people pass by mistake, and say what to pass instead."""
     pair = "a pair (inputs, targets)"
@@ -91,7 +108,7 @@ def _check_kind(data: Any, name: str) -> None:
     if isinstance(data, DataLoader):
         raise InvalidInputError(
             f"{name} is a DataLoader, but batches are drawn at random for privacy; pass its data "
-            "set: loader.dataset"
+            "set, loader.dataset, and if it has a function of its own collate=loader.collate_fn"
         )
     if isinstance(data, (str, bytes, Mapping, IterableDataset)) or data is None:
         raise InvalidInputError(

@@ -53,7 +53,7 @@ from dpsur.privacy.statement import (
 )
 from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.checkpoint import load_statistics
-from dpsur.runs.data import is_classification
+from dpsur.runs.data import Collated, is_classification
 from dpsur.runs.evaluation import (
     LABEL_LOSS_MODULES,
     LABEL_LOSSES,
@@ -122,6 +122,7 @@ def fit(
     resume: bool = False,
     intervals: Intervals | None = None,
     performance: Performance | None = None,
+    collate: Callable[[Any], Any] | None = None,
     augment: Callable[[Any], Any] | None = None,
     views: int = 1,
     groups: Any = None,
@@ -179,6 +180,9 @@ def fit(
         resume: continue the interrupted run in `out`.
         intervals: how often to save and to evaluate.
         performance: whether to capture trials on CUDA, and whether to round to TF32 or bfloat16.
+        collate: makes tensors of the records of a data set, as a `DataLoader` would, but of each
+            record alone: it must pad to a length that does not depend on other records, and
+            remember nothing of them.
         augment: changes a batch of inputs at random, each record by itself, as the model is to see
             it in training: flips, shifts, noise. Shapes stay as they are.
         views: so many augmented views of a record are averaged inside its one clipped gradient, at
@@ -208,6 +212,9 @@ def fit(
     check_budget(budget)
     if track is not None:
         check_track(track)
+    if collate is not None:
+        train_set = Collated(train_set, collate)
+        test_set = None if test_set is None else Collated(test_set, collate)
     if train_set is None and isinstance(model, (str, os.PathLike)):
         model, train_set = AUTO, model
     task = own_task(model, train_set, test_set, Given(schema, classes, image_size, groups))

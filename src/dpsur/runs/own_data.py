@@ -75,6 +75,12 @@ def own_task(model: Any, train_set: Any, test_set: Any, given: Given) -> Task | 
         return _featured(raw, None if test_set is None else _raw(test_set), given)
     if model != AUTO:
         return None
+    if hasattr(train_set, "column_names"):
+        raise InvalidInputError(
+            f"train_set has the columns {', '.join(map(str, train_set.column_names))}; a table "
+            "must be declared: pass schema=dpsur.Schema(...); texts and images need the columns "
+            "text or image, and label"
+        )
     train = as_examples(train_set, "train_set")
     test = None if test_set is None else as_examples(test_set, "test_set")
     return array_task(train, test, _count(given, train_set), names=given.names)
@@ -165,12 +171,14 @@ def _raw(data: Any) -> _Raw | None:
     """Texts or images with their labels, of a pair of lists or of a data set; None for numbers."""
     if isinstance(data, (tuple, list)) and len(data) == 2 and _is_raw(data[0]):
         return _Raw(list(data[0]), _listed(data[1]))
-    if hasattr(data, "column_names") and hasattr(data, "features"):  # of Hugging Face
-        inputs = next((name for name in INPUTS if name in data.column_names), None)
-        labels = next((name for name in LABELS if name in data.column_names), None)
+    hugging_face = hasattr(data, "column_names") and hasattr(data, "features")
+    if hugging_face or hasattr(data, "iloc"):  # or a data frame
+        columns = data.column_names if hugging_face else getattr(data, "columns", ())
+        inputs = next((name for name in INPUTS if name in columns), None)
+        labels = next((name for name in LABELS if name in columns), None)
         if inputs is None or labels is None:
             return None
-        named = getattr(data.features[labels], "names", None)
+        named = getattr(data.features[labels], "names", None) if hugging_face else None
         return _Raw(list(data[inputs]), _listed(data[labels]), named)
     if isinstance(data, torch.utils.data.Dataset) and isinstance(data, Sized) and len(data):
         with generators_restored():

@@ -125,7 +125,7 @@ def _beyond(known: Mapping[str, Sequence[float]], name: str) -> float:
     """By which factor one data set is outside of the range of the others."""
     factor = 1.0
     others = [losses for other, losses in known.items() if other != name]
-    for own, *rest in zip(known[name], *others, strict=False):
+    for own, *rest in zip(known[name], *others, strict=False) if others else ():
         factor = max(factor, min(rest) / own, own / max(rest))
     return factor
 

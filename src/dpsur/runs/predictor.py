@@ -21,6 +21,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.tree import map_tensors
 from dpsur.runs.data import as_examples
 from dpsur.runs.evaluation import model_outputs
+from dpsur.runs.own_data import INPUTS as INPUT_COLUMNS
 from dpsur.runs.release import CLASSES, LABELS, NUMBERS, Origin, read_release
 from dpsur.tasks import TASKS
 from dpsur.tasks.columns import Category, Values
@@ -121,6 +122,11 @@ class Predictor:
             return self.inputs.read(path)
         if isinstance(records, torch.utils.data.Dataset):
             return RawRecords(as_examples(records, "records").inputs)
+        columns = getattr(records, "column_names", getattr(records, "columns", ()))
+        for name in () if self.inputs.kind == "table" else INPUT_COLUMNS:
+            if name in columns:
+                records = list(records[name])
+                break
         if hasattr(records, "to_list") and not hasattr(records, "columns"):  # a column of a frame
             records = records.to_list()
         return RawRecords(self.inputs.rows(records))

@@ -69,6 +69,12 @@ def array_task(
             f"a record has the shape {shape}; there is a model for vectors and images: pass your "
             "own instead of auto"
         )
+    if _channels_last(shape):
+        raise InvalidInputError(
+            f"a record has the shape {shape}, in which channels seem to come last; they come "
+            "before height and width: pass x.transpose(0, 3, 1, 2), of a tensor "
+            "x.permute(0, 3, 1, 2)"
+        )
     known = {"labels": list(names)} if names else {"classes": classes}
     return Task(
         name=name,

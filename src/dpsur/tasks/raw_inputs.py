@@ -84,6 +84,8 @@ class TableInputs:
         if self.schema.is_text and _are_texts(records):
             (name,) = self.schema.columns
             records = {name: list(records)}
+        elif isinstance(records, Mapping) and not any(map(_is_column, records.values())):
+            records = {name: [records.get(name)] for name in self.schema.columns}  # one record
         elif isinstance(records, Sequence) and all(isinstance(one, Mapping) for one in records):
             names = self.schema.columns
             records = {name: [one.get(name) for one in records] for name in names}
@@ -226,6 +228,10 @@ def as_tensor(values: Any) -> Tensor:
             private=str(error),
         ) from None
     return found.float() if found.dtype == torch.float64 else found
+
+
+def _is_column(values: Any) -> bool:
+    return hasattr(values, "__len__") and not isinstance(values, (str, bytes))
 
 
 def _are_texts(records: Any) -> bool:
