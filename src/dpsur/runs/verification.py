@@ -113,6 +113,7 @@ PUBLIC = (
 )
 INPUTS = ("images", "texts")
 HELD_OUT = ("quantity", "value", "standard_error")
+EARLIER_USUAL = {"loss_clip": 0.001, "clip_norm": "median"}
 EARLIER_LOSS = "clipped training loss"  # which tests measured before the Brier score
 METRIC = ("test", "after", "quantity", "learning_rate", "value", "scale", "standard_error")
 # The settings that every custom loop has.
@@ -524,6 +525,12 @@ def plan_faults(written: Mapping[str, Any]) -> list[str]:
     # A statement of the format before lists all settings, and each of them is held against a run.
     everything = written["format"] == EARLIER
     settings, kind = written["settings"], METHODS[name]
+    # What it lists for options that were left open.
+    usual = {
+        field.name: EARLIER_USUAL[field.name]
+        for field in fields(kind)
+        if field.name in EARLIER_USUAL and field.default is None
+    }
     known = {field.name: field.type for field in fields(kind)}
     faults = [
         f"settings.{key} is not part of a statement of {name}"
@@ -537,14 +544,25 @@ def plan_faults(written: Mapping[str, Any]) -> list[str]:
     if faults:
         return faults
     try:
-        method = kind(**{key: value for key, value in settings.items() if value is not None})
+        method = kind(
+            **{
+                key: value
+                for key, value in settings.items()
+                if value is not None and not (everything and value == usual.get(key))
+            }
+        )
         settled, plan = _planned(method, statement)
     except BudgetError as error:
         return [f"the settings do not fit the budget: {error}"]
     except InvalidInputError as error:
         return [f"the settings are not those of the method {name}: {error}"]
     chosen = finite(with_counts(plan, asdict(settled)))
-    due = chosen if everything else used_settings(chosen)
+    if everything:
+        chosen |= {key: value for key, value in usual.items() if chosen[key] is None}
+        # An option that came later and is left open is no part of it.
+        due = {key: v for key, v in chosen.items() if key in settings or v is not None}
+    else:
+        due = used_settings(chosen)
     expected = finite(stated_mechanism(plan, stated_ledger(statement)))
     found = [*differences(settings, due, GIVEN, "settings")]
     if "menu" in expected and "menu" in mechanism:
