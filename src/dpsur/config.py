@@ -457,7 +457,9 @@ def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts
     """What is public about a run on a task, with these options of `RunConfig`."""
     given = values or {}
     records, budget = task.records, given.get("budget", DEFAULT_BUDGET)
-    if records is not None:
+    if given.get("records") is not None:
+        records = given["records"]
+    elif records is not None:
         kept = (given.get("keep_fraction") or 1) * (1 - (given.get("holdout") or 0))
         records = max(1, round(records * kept))
     return DataFacts(

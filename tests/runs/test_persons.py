@@ -498,6 +498,8 @@ BAD = [
         "a gate or paid metrics",
     ),
     ({"sampling": "record"}, "needs groups"),
+    ({"records": 20, "holdout": 0.5}, "true number of records"),
+    ({"records": 20, "method": dpsur.Dpis(updates=2, batch_size=4)}, "true number of records"),
     ({"groups": [0, 1]}, "2 records"),
     ({"groups": "who"}, "groups must name"),
     ({"groups": [None] * 12}, "belong to nobody"),

@@ -12,6 +12,7 @@ from dpsur.privacy.data_ledger import (
     Booking,
     DataLedger,
     Total,
+    share_used,
     spent,
     spent_adaptively,
 )
@@ -115,10 +116,12 @@ def _report(options: argparse.Namespace) -> int:
     data = len({row.data for row in found})
     print(f"{len(found)} runs on {data} versions of the data, unit: one {ledger.unit}")
     print(
-        f"together epsilon {_epsilon(both[0])} at delta {measured.delta:g}, also if runs were "
-        "chosen by what earlier ones released"
+        f"together epsilon {_epsilon(both[1])} at delta {measured.delta:g}, if no run was chosen by "
+        "what earlier ones released"
     )
-    print(f"  {_epsilon(both[1])} if none was")
+    print(f"  {_epsilon(both[0])} whatever they were chosen by")
+    if total is not None and total.rule == ADAPTIVE:
+        print(f"  {share_used(found, total):.0%} of the total's allowance is used")
     for at, each in totals:
         print(f"{_words(each)}, set {at}")
     if total is None:

@@ -239,7 +239,7 @@ def _test_lines(session: Session) -> list[str]:
     plan, test = session.plan, session.plan.typical.gate
     if test is None:
         return []
-    size = round(test.sample_rate * len(session.problem.train))
+    size = round(test.sample_rate * session.problem.size)
     margin = ""
     if isinstance(test, LossTest):
         margin = f" by C_v = {getattr(session.method, 'loss_clip', math.nan):g} or more"

@@ -285,6 +285,12 @@ def spent_adaptively(bookings: Iterable[Booking], total: Total) -> float:
     return epsilon_at(total.filter().order, divergence, (1 - KEPT) * total.delta)
 
 
+def share_used(bookings: Iterable[Booking], total: Total) -> float:
+    """How much of the allowance of an adaptive total is used: its epsilon is reached at 1."""
+    allowed = total.filter()
+    return _at_order(list(bookings), allowed.order)[0] / allowed.allowance
+
+
 def _at_order(bookings: Sequence[Booking], order: float) -> tuple[float, float]:
     """The Rényi divergence of all bookings at an order, and the deltas beside it."""
     charges = _joined(bookings)

@@ -13,14 +13,14 @@ from dpsur.config import Performance, RunConfig
 from dpsur.distributed import connect
 from dpsur.distributed.ranks import local_device, unwrap
 from dpsur.errors import InvalidInputError
-from dpsur.features import PRIVATE, PixelScale, TableLayout
+from dpsur.features import MEAN, PRIVATE, PixelScale, TableLayout
 from dpsur.functional.model_loss import is_transformers_model, model_loss
 from dpsur.functional.persons import Groups, PersonLoss, choose_records
 from dpsur.functional.problem import LossFunction, Problem, drop_weights
 from dpsur.functional.records import Examples, StreamedExamples, place
 from dpsur.functional.tree import tensors_of
 from dpsur.mechanism.streams import Streams, prepare_kernels
-from dpsur.methods import Method
+from dpsur.methods import Dpsgd, DpsgdTs, Dpsur, Method
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.per_example import check_model
 from dpsur.per_example.augmentation import Augment, check_augmentation
@@ -124,6 +124,8 @@ def build_session(
     features.check_held(train, test)
     if groups is not None:
         _check_groups(config, features, augment)
+    if config.records is not None:
+        _check_declared_size(config, features)
     original = copy.deepcopy(config.method.adapt(model))
     ranks.broadcast_module(original)
     model = copy.deepcopy(original).to(device)
@@ -200,6 +202,22 @@ def build_session(
         records_per_person=None if groups is None else groups.records_each,
         booking=booking,
     )
+
+
+def _check_declared_size(config: RunConfig, features: InputFeatures) -> None:
+    """Refuse by name what would be computed from, or would show, the true number of records."""
+    name = config.method.name
+    refused = {
+        f"method {name}": name not in (Dpsgd.name, Dpsur.name, DpsgdTs.name),
+        "holdout": config.holdout is not None,
+        f"normalisation {features.kind}": features.kind in (PRIVATE, MEAN),
+    }
+    for given, bad in refused.items():
+        if bad:
+            raise InvalidInputError(
+                f"{given} uses the true number of records, and cannot be used with records=..., "
+                "which says that it is not public; leave one of them out"
+            )
 
 
 def _by_record(config: RunConfig, groups: Groups | None) -> RunConfig:

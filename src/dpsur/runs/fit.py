@@ -510,7 +510,7 @@ def _delays(session: Session) -> list[Observer]:
 
 def objections(session: Session) -> list[str]:
     """What a reviewer would object to in a run."""
-    size, seeded = len(session.problem.train), session.streams.seeded
+    size, seeded = session.problem.size, session.streams.seeded
     return planned_warnings(session.plan, size, seeded=seeded)
 
 
