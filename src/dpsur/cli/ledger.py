@@ -116,8 +116,8 @@ def _report(options: argparse.Namespace) -> int:
     data = len({row.data for row in found})
     print(f"{len(found)} runs on {data} versions of the data, unit: one {ledger.unit}")
     print(
-        f"together epsilon {_epsilon(both[1])} at delta {measured.delta:g}, if no run was chosen by "
-        "what earlier ones released"
+        f"together epsilon {_epsilon(both[1])} at delta {measured.delta:g}, if no run was chosen "
+        "by what earlier ones released"
     )
     print(f"  {_epsilon(both[0])} whatever they were chosen by")
     if total is not None and total.rule == ADAPTIVE:
