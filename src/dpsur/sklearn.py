@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -46,6 +47,20 @@ except ImportError:
 PUBLIC = "public"
 _SEARCH = "sklearn.model_selection._search"
 _TARGET = "target"
+
+
+@contextmanager
+def _numbers_only() -> Iterator[None]:
+    """Say what to do about words among the records, without quoting them."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("could not convert string"):
+            raise
+        raise InvalidInputError(
+            "X has values that are no numbers; declare its columns with schema=dpsur.Schema(...)",
+            private=str(error),
+        ) from None
 
 
 class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
@@ -92,7 +107,10 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         """
         _warn_of_fitted_steps(self)
         if self.schema is None:
-            X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=self._numeric)  # noqa: N806
+            with _numbers_only():
+                X, y = validate_data(  # noqa: N806
+                    self, X, y, dtype=np.float64, y_numeric=self._numeric
+                )
         else:
             validate_data(self, X, skip_check_array=True)
         y = column_or_1d(y, warn=True)

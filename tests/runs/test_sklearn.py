@@ -193,3 +193,10 @@ def test_a_search_of_hyper_parameters_is_refused_unless_the_records_are_public()
         GridSearchCV(open_one, grid, cv=2).fit(inputs, labels)
     assert len(cross_val_score(model, inputs, labels, cv=2)) == 2
     assert clone(model).get_params() == model.get_params()
+
+
+def test_words_without_a_schema_are_refused_without_being_quoted():
+    frame = pd.DataFrame({"sex": ["M", "a rare one"] * 20})
+    with pytest.raises(dpsur.InvalidInputError, match="schema=") as found:
+        DPClassifier(epsilon=3.0, classes=[0, 1], bounds=(0, 1)).fit(frame, [0, 1] * 20)
+    assert "M'" not in str(found.value)
