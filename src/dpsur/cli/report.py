@@ -10,6 +10,7 @@ from typing import Any
 from dpsur.cli.parser import figure_path
 from dpsur.errors import InvalidInputError
 from dpsur.reports import read_report, render_report
+from dpsur.reports.contents import NO_NOTES
 from dpsur.reports.officer import Notes
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.files import write_atomically
@@ -99,17 +100,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def write_report(folder: Path, out: Path, **given: Any) -> None:
+def write_report(folder: Path, out: Path, notes: Notes = NO_NOTES, **given: Any) -> None:
     """Write the page of a finished run; `given` is what `read_report` takes."""
+    notes = replace(notes, date=notes.date or date.today().isoformat())
     with status("computing the figures of the report"):
-        contents = read_report(folder, **given)
+        contents = read_report(folder, notes=notes, **given)
     text = render_report(contents)
     write_atomically(out, text.encode("utf-8"), mode=0o600 if contents.private else 0o644)
 
 
 def _notes(options: argparse.Namespace) -> Notes:
-    found = Notes(**{name: getattr(options, name) for name in NOTES})
-    return replace(found, date=found.date or date.today().isoformat())
+    return Notes(**{name: getattr(options, name) for name in NOTES})
 
 
 PLOT = """\

@@ -148,7 +148,7 @@ def _probability_scores(logs: Tensor, targets: Tensor, counts: Tensor) -> dict[s
     sums.index_add_(0, bins, gaps.nan_to_num(0.0))
     return {
         "log_loss": float(F.nll_loss(logs, targets)),
-        "constant_log_loss": float(-torch.special.xlogy(shares, shares).sum()),
+        "constant_log_loss": float(torch.special.entr(shares).sum()),
         "calibration_error": float(sums.abs().sum() / len(targets)),
     }
 
