@@ -7,10 +7,10 @@ from dpsur.errors import InvalidInputError
 from dpsur.privacy.budget import Budget
 
 
-def test_options_of_a_gate_are_none_until_they_are_settled():
+def test_options_of_a_gate_are_none_until_they_are_resolved():
     method = dpsur.Dpsgd(batch_size=20)
     assert (method.loss_clip, method.clip_norm) == (None, None)
-    plain = method.settle(400, Budget(3.0, 1e-4), "every-trial")[0]
+    plain = method.resolve(400, Budget(3.0, 1e-4), "every-trial")[0]
     assert (plain.loss_clip, plain.clip_norm) == (None, None)
 
 
@@ -20,7 +20,7 @@ def test_options_of_a_gate_are_none_until_they_are_settled():
 def test_the_usual_value_implies_the_gate_that_it_belongs_to(gate, name, usual):
     given = dpsur.Dpsur(batch_size=20, gate=None, **{name: usual})
     open_one = dpsur.Dpsur(batch_size=20, gate=gate)
-    settled = [one.settle(400, Budget(3.0, 1e-4), "every-trial")[0] for one in (given, open_one)]
-    assert [(one.gate, getattr(one, name)) for one in settled] == 2 * [(gate, usual)]
+    resolved = [one.resolve(400, Budget(3.0, 1e-4), "every-trial")[0] for one in (given, open_one)]
+    assert [(one.gate, getattr(one, name)) for one in resolved] == 2 * [(gate, usual)]
     with pytest.raises(InvalidInputError, match=f"{name} .* belongs to the gate {gate}"):
         dpsur.Dpsur(gate="coin", **{name: usual})
