@@ -11,6 +11,9 @@ from torch.cuda import _utils
 from dpsur.mechanism import streams as random_numbers
 from dpsur.per_example.kernels import nvrtc
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(_utils, "_get_gpu_rtc_library"), reason="torch before 2.8 compiles no kernels"
+)
 SOURCE = 'extern "C" __global__ void one() {}\nextern "C" __global__ void two() {}\n'
 
 
