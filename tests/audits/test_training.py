@@ -166,7 +166,7 @@ def test_gross_faults_are_caught(name, runs):
 def test_what_cannot_be_replayed_is_not_captured(name):
     """A gate with memory outside of the state, and batches that have no padded form."""
     tiny = TINY[PLACES[name]]
-    procedure = FAULTS[name].build(tiny.method(9), tiny.problem(present=True), tiny.plan())
+    procedure = FAULTS[name].bind(tiny.method(9), tiny.problem(present=True), tiny.plan())
     exact_only = ("drawn-size", "fixed-batches", "stale-loss")
     assert (procedure.padded() is None) == (name in exact_only)
 
