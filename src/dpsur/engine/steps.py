@@ -43,6 +43,7 @@ from dpsur.errors import (
     StepError,
     UnsupportedModelError,
 )
+from dpsur.functional.problem import same_bits
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.tree import Params, map_tensors, tensors_of
 from dpsur.mechanism.blocks import MeasuredTraining, memory_of
@@ -341,7 +342,7 @@ class PrivateLoop:
     def has_yielded(self, value: Tensor) -> bool:
         """Whether a tensor holds what one of the loader does, with the records in their order."""
         return any(
-            known.shape == value.shape and torch.equal(known.to(value.device, value.dtype), value)
+            same_bits(known.to(value.device, value.dtype), value)  # NaN included
             for known, version in zip(tensors_of(self._content), self._versions, strict=True)
             if known._version == version
         )
