@@ -41,7 +41,8 @@ border-bottom:1px solid var(--line);overflow-wrap:anywhere}
 th{font-weight:600;width:38%}
 .scroll{overflow-x:auto}
 .confusion{width:auto;font-variant-numeric:tabular-nums}
-.confusion td,.confusion th{width:auto;text-align:right;padding:.22rem .45rem;border:0}
+.confusion td,.confusion th{width:auto;text-align:right;padding:.22rem .45rem;border:0;
+white-space:nowrap;overflow-wrap:normal}
 progress{width:100%;height:1rem;accent-color:var(--blue)}
 svg{width:100%;height:auto;display:block}
 svg text{fill:var(--soft);font-size:13px}
@@ -58,8 +59,8 @@ border-bottom:1px solid var(--soft);margin-right:1.5rem}
 @media print{:root{--ink:#000;--soft:#444;--line:#bbb;--page:#fff;--card:#fff;--blue:#0072b2;
 --orange:#b34e00;--band:#eee;--warn:#fff;--good:#0b7a57}
 body{font-size:10.5pt}main{max-width:none;padding:0}
-section{break-inside:avoid;border-radius:0;padding:.5rem .7rem;margin:.5rem 0}
-.grid{grid-template-columns:1fr 1fr;gap:.5rem}h2{break-after:avoid}
+section{border-radius:0;padding:.5rem .7rem;margin:.5rem 0}svg,tr,.grid>section{break-inside:avoid}
+.grid{grid-template-columns:1fr 1fr;gap:.5rem}h2{break-after:avoid}.confusion td{padding:.1rem .2rem}
 pre{white-space:pre-wrap}@page{margin:15mm}}
 """
 BANNER = (
