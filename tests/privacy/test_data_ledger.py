@@ -290,7 +290,7 @@ def test_the_command_shows_what_is_booked(tmp_path, capsys):
     assert main(["ledger", "show", path]) == 0
     shown = capsys.readouterr().out
     assert "dpsgd" in shown
-    assert "1 runs on 1 versions of the data, unit: one record" in shown
+    assert "1 run on 1 version of the data, unit: one record" in shown
     assert main(["ledger", "report", path, "--json"]) == 0
     assert main(["ledger", "total", path, "--epsilon", "0.001", "--delta", "1e-5"]) == 2
     assert "what is booked already" in capsys.readouterr().err

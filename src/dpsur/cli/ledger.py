@@ -114,7 +114,8 @@ def _report(options: argparse.Namespace) -> int:
         print(json.dumps(_values(ledger, found, totals, both, measured.delta)))
         return 0
     data = len({row.data for row in found})
-    print(f"{len(found)} runs on {data} versions of the data, unit: one {ledger.unit}")
+    runs, versions = f"run{'s' * (len(found) != 1)}", f"version{'s' * (data != 1)}"
+    print(f"{len(found)} {runs} on {data} {versions} of the data, unit: one {ledger.unit}")
     print(
         f"together epsilon {_epsilon(both[1])} at delta {measured.delta:g}, if no run was chosen "
         "by what earlier ones released"

@@ -180,8 +180,9 @@ def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | N
 
 def read_statement(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The statement of a release, in the format of today. It is read, not checked."""
+    written = _read(release_folder(path) / STATEMENT)
     try:
-        statement = current(_read(release_folder(path) / STATEMENT))
+        statement = current(written)
         plan_from_statement(statement)
     except MALFORMED as error:
         raise InvalidInputError(_unreadable(error), code="damaged-release") from None
