@@ -60,7 +60,8 @@ border-bottom:1px solid var(--soft);margin-right:1.5rem}
 --orange:#b34e00;--band:#eee;--warn:#fff;--good:#0b7a57}
 body{font-size:10.5pt}main{max-width:none;padding:0}
 section{border-radius:0;padding:.5rem .7rem;margin:.5rem 0}svg,tr,.grid>section{break-inside:avoid}
-.grid{grid-template-columns:1fr 1fr;gap:.5rem}h2{break-after:avoid}.confusion td{padding:.1rem .2rem}
+.grid{grid-template-columns:1fr 1fr;gap:.5rem}h2{break-after:avoid}
+.confusion td{padding:.1rem .2rem}
 pre{white-space:pre-wrap}@page{margin:15mm}}
 """
 BANNER = (
