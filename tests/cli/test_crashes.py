@@ -159,7 +159,7 @@ def test_initial_weights_of_unseeded_runs_differ(task, tmp_path):
 
 
 CONFIGS = [
-    (b"[]", "not a table"),
+    (b"[]", "must hold a JSON object"),
     (b"\xff\xfe", "not JSON"),
     (b"[" * 100_000, "not JSON"),
     ({"epsilon": "3"}, "epsilon cannot be '3'"),

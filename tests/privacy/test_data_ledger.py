@@ -300,20 +300,26 @@ def test_the_command_shows_what_is_booked(tmp_path, capsys):
 
 
 def bookings_of_many_processes_fit():
+    """Each process waits between its check and its entry, until another has checked too."""
     check = data_ledger._check_fits
 
-    def slow_check(*given):
-        check(*given)
-        time.sleep(0.05)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        book = ledger(folder, FIXED)
 
-    with tempfile.TemporaryDirectory() as folder:
-        book = ledger(Path(folder), FIXED)
+        def check_then_wait(*given):
+            check(*given)
+            (folder / f"{os.getpid()}.checked").touch()
+            last = time.monotonic() + 3.0  # nobody comes while one of them holds the ledger
+            while time.monotonic() < last and len(list(folder.glob("*.checked"))) < 2:
+                time.sleep(0.02)
+
         children = []
-        for _ in range(8):
+        for _ in range(3):
             child = os.fork()
             if child == 0:
                 try:
-                    data_ledger._check_fits = slow_check
+                    data_ledger._check_fits = check_then_wait
                     book.book(plan(steps=2000), "record", b"data", "dpsgd")
                 finally:
                     os._exit(0)

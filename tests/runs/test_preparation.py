@@ -359,9 +359,14 @@ def test_a_resumed_run_keeps_its_mean(tmp_path, monkeypatch):
 )
 def test_a_release_that_does_not_charge_its_mean_is_a_fault(tmp_path, setup, fault):
     folder = fit_on_rows().save(tmp_path / "run")
-    assert _setup_faults(folder, FIRST) == []
+    assert _setup_faults(folder, stated(FIRST)) == []
     charged = [{"kind": "Gaussian", "noise_multiplier": noise} for noise in setup]
-    assert any(text.startswith(fault) for text in _setup_faults(folder, charged))
+    assert any(text.startswith(fault) for text in _setup_faults(folder, stated(charged)))
+
+
+def stated(setup):
+    """What of a statement says how training was prepared."""
+    return {"mechanism": {"setup": setup}, "public": {}}
 
 
 FIRST = [{"kind": "Gaussian", "noise_multiplier": 16.0}]

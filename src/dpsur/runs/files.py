@@ -205,7 +205,7 @@ class RunFolder:
     def booking(self) -> str | None:
         """The id of this run in the ledger of its data, if it was booked."""
         try:
-            return (self.private / BOOKING).read_text().strip()
+            return (self.private / BOOKING).read_text(encoding="utf-8").strip()
         except OSError:
             return None
 
