@@ -217,7 +217,10 @@ def damages(statement):
 OPEN = {"average_decay", "adam_beta1", "adam_beta2", "adam_eps", "momentum"}
 
 
-@pytest.mark.parametrize("kind", ["selective", "choice", "norms"])
+@pytest.mark.parametrize(
+    "kind",
+    ["selective", *(pytest.param(k, marks=pytest.mark.slow) for k in ("choice", "norms"))],
+)
 def test_no_damage_is_an_exception_or_passes(kind, released, faults_after):
     statement = json.loads((released(kind) / "privacy.json").read_text())
     passed = []
@@ -254,7 +257,13 @@ WITHIN_THE_PLAN = {
 FREE = {"budget.epsilon", *(f"settings.{name}" for name in FREE_SETTINGS)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# One verification of a filter or of importance sampling takes long.
+COSTLY = ("choice", "norms")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k in COSTLY else k for k in KINDS]
+)
 def test_every_edit_is_noticed_that_can_be(kind, released, faults_after):
     """Dropped keys, added keys and other values of a genuine statement, one at a time."""
     statement = json.loads((released(kind) / "privacy.json").read_text(encoding="utf-8"))
