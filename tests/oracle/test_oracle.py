@@ -64,7 +64,7 @@ def test_each_record_has_its_right_gradient(name):
 @pytest.mark.parametrize(
     "name",
     [
-        name if place % 12 == 0 else pytest.param(name, marks=pytest.mark.slow)
+        name if place % 24 == 0 else pytest.param(name, marks=pytest.mark.slow)
         for place, name in enumerate(of("private_step"))
     ],
 )

@@ -200,7 +200,7 @@ def joining_one_by_one(most=MOST):
     given = {
         "sampling": "record",
         "records": 40,
-        "method": dpsur.Dpsgd(updates=2, batch_size=4, gate="none"),
+        "method": dpsur.Dpsgd(updates=2, batch_size=4, noise_multiplier=20.0),
     }
     session = session_of(inputs, targets, names, **given)
     whole = flat_sum(session)
