@@ -4,17 +4,25 @@ Networks of torchvision and Hugging Face, as they come, in a loop of a few lines
 network see the same batch of synthetic records (ours at sample rate 1), one arm after the other,
 each with the device to itself. `plain` and `plain-captured` are PyTorch without privacy,
 `private-step` and `opacus-form` are the two loops of `dpsur.PrivacyEngine`, `opacus-hooks` is
-Opacus. A network is measured in a process of its own, so that one that fails takes no other along.
+Opacus. A network is measured in a process of its own, so that one that fails takes no other along;
+the next process imports its libraries meanwhile and waits for the device. The first step of a
+process includes the compilation of kernels; later settings of the same network find them compiled.
 """
 
 import argparse
+import contextlib
+import fcntl
 import gc
+import importlib
+import itertools
 import json
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +40,7 @@ from reproduction.training import device_name
 
 EXPERIMENT = "bench-loops"
 ARMS = ("plain", "plain-captured", "private-step", "opacus-form", "opacus-hooks")
-SECONDS, MOST_STEPS, WARM_UP = 3.0, 60, 4
+SECONDS, MOST_STEPS, WARM_UP = 1.5, 60, 4
 LEARNING_RATE, MOMENTUM, NOISE, CLIP = 0.01, 0.9, 1.0, 1.0
 Batch = dict[str, Tensor]
 
@@ -42,16 +50,19 @@ class Loop:
     """A network, its records, and the batch size on a GPU."""
 
     make: Callable[[bool], nn.Module]  # with the randomness of its layers, or without
-    records: Callable[[int], Batch]
+    records: Callable[[int, int], Batch]  # so many records, of so many tokens
     batch_size: int
+    tokens: int = 0  # of a text; 0: not texts
+    draws: bool = True  # has dropout or stochastic depth by default
+    adam: bool = False  # AdamW, else SGD with momentum
 
 
-def _images(count: int, side: int = 64) -> Batch:
+def _images(count: int, _: int, side: int = 64) -> Batch:
     return {"x": torch.randn(count, 3, side, side), "labels": torch.randint(0, 10, (count,))}
 
 
-def _words(count: int, length: int, vocabulary: int, classes: int | None = None) -> Batch:
-    ids = torch.randint(5, vocabulary, (count, length))
+def _words(count: int, tokens: int, vocabulary: int, classes: int | None = None) -> Batch:
+    ids = torch.randint(5, vocabulary, (count, tokens))
     labels = ids.clone() if classes is None else torch.randint(0, classes, (count,))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
@@ -109,36 +120,46 @@ def _llama(random: bool) -> nn.Module:
     return found
 
 
-def _large_llama(random: bool, *, checkpoints: bool = False) -> nn.Module:
-    """1.2 billion frozen weights in bfloat16, with LoRA on all linear layers in float32."""
+def _llama_of(random: bool, *, layers: int, width: int, inner: int, lora: bool) -> nn.Module:
+    """A Llama: frozen in bfloat16 with LoRA in float32, or all of it trained in float32."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=128_256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=8,
+        max_position_embeddings=4096,
         use_cache=False,
     )
     usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16 if lora else torch.float32)
     try:
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(usual)
-    lora = LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.05 if random else 0.0)
-    found: Any = get_peft_model(model, lora)
+    if not lora:
+        return model  # type: ignore[no-any-return]
+    options = LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.05 if random else 0.0)
+    found: Any = get_peft_model(model, options)
     for value in found.parameters():
         if value.requires_grad:
             value.data = value.data.float()
-    if checkpoints:
-        found.enable_input_require_grads()
-        found.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return found  # type: ignore[no-any-return]
+
+
+def _with_checkpoints(make: Callable[[bool], nn.Module], random: bool) -> nn.Module:
+    found: Any = make(random)
+    found.enable_input_require_grads()
+    found.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return found  # type: ignore[no-any-return]
+
+
+_1B = partial(_llama_of, layers=16, width=2048, inner=8192)
+_8B = partial(_llama_of, layers=32, width=4096, inner=14336, lora=True)
 
 
 class Lstm(nn.Module):
@@ -156,29 +177,47 @@ class Lstm(nn.Module):
         return scores
 
 
-def _lstm_records(count: int) -> Batch:
-    return {"x": torch.randint(0, 10_000, (count, 128)), "labels": torch.randint(0, 2, (count,))}
+def _lstm_records(count: int, tokens: int) -> Batch:
+    words = torch.randint(0, 10_000, (count, tokens))
+    return {"x": words, "labels": torch.randint(0, 2, (count,))}
+
+
+def _large(make: Callable[[bool], nn.Module], batch_size: int, tokens: int) -> Loop:
+    return Loop(make, partial(_words, vocabulary=128_000), batch_size, tokens, adam=True)
 
 
 LOOPS: Mapping[str, Loop] = {
     "resnet18": Loop(
-        lambda random: _torchvision("resnet18", random, norm_layer=_group_norm), _images, 256
+        lambda random: _torchvision("resnet18", random, norm_layer=_group_norm),
+        _images,
+        256,
+        draws=False,
     ),
     "resnet50": Loop(
-        lambda random: _torchvision("resnet50", random, norm_layer=_group_norm), _images, 128
+        lambda random: _torchvision("resnet50", random, norm_layer=_group_norm),
+        _images,
+        128,
+        draws=False,
     ),
     "convnext-tiny": Loop(partial(_torchvision, "convnext_tiny"), _images, 128),
-    "vit-b-16": Loop(lambda random: _torchvision("vit_b_16", random, image_size=64), _images, 128),
-    "densenet121": Loop(partial(_torchvision, "densenet121"), _images, 64),
-    "efficientnet-b0": Loop(partial(_torchvision, "efficientnet_b0"), _images, 128),
-    "lstm": Loop(lambda _: Lstm(), _lstm_records, 256),
-    "bert-base": Loop(_bert, lambda count: _words(count, 128, 30_000, classes=2), 32),
-    "gpt2": Loop(_gpt2, lambda count: _words(count, 256, 50_000), 16),
-    "llama-lora": Loop(_llama, lambda count: _words(count, 256, 32_000), 16),
-    "llama-1b-lora": Loop(_large_llama, lambda count: _words(count, 512, 128_000), 8),
-    "llama-1b-lora-checkpoints": Loop(
-        partial(_large_llama, checkpoints=True), lambda count: _words(count, 512, 128_000), 8
+    "vit-b-16": Loop(
+        # dropout is 0 by default in torchvision's ViT
+        lambda random: _torchvision("vit_b_16", random, image_size=64, dropout=0.1),
+        _images,
+        128,
     ),
+    "densenet121": Loop(partial(_torchvision, "densenet121"), _images, 64, draws=False),
+    "efficientnet-b0": Loop(partial(_torchvision, "efficientnet_b0"), _images, 128),
+    "lstm": Loop(lambda _: Lstm(), _lstm_records, 256, 128, draws=False),
+    "bert-base": Loop(_bert, partial(_words, vocabulary=30_000, classes=2), 32, 128),
+    "gpt2": Loop(_gpt2, partial(_words, vocabulary=50_000), 16, 256),
+    "llama-lora": Loop(_llama, partial(_words, vocabulary=32_000), 16, 256),
+    "llama-1b-lora": _large(partial(_1B, lora=True), 8, 512),
+    "llama-1b-lora-checkpoints": _large(
+        partial(_with_checkpoints, partial(_1B, lora=True)), 8, 512
+    ),
+    "llama-8b-lora-checkpoints": _large(partial(_with_checkpoints, _8B), 4, 2048),
+    "llama-1b-full": _large(partial(_1B, lora=False), 8, 512),
 }
 
 
@@ -206,8 +245,10 @@ def loss_of(model: nn.Module, batch: Batch, bf16: bool) -> Tensor:
     return F.cross_entropy(scores.float(), batch["labels"])
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, adam: bool) -> torch.optim.Optimizer:
     trained = [value for value in model.parameters() if value.requires_grad]
+    if adam:
+        return torch.optim.AdamW(trained, LEARNING_RATE / 100)
     return torch.optim.SGD(trained, LEARNING_RATE, momentum=MOMENTUM)
 
 
@@ -215,8 +256,11 @@ def _backward(loss: Tensor) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _plain(model: nn.Module, batch: Batch, bf16: bool) -> Callable[[], None]:
-    optimizer = _optimizer(model)
+Start = Callable[[nn.Module, torch.optim.Optimizer, Batch, bool], Callable[[], None]]
+Optimizer = torch.optim.Optimizer
+
+
+def _plain(model: nn.Module, optimizer: Optimizer, batch: Batch, bf16: bool) -> Callable[[], None]:
 
     def step() -> None:
         optimizer.zero_grad()
@@ -226,12 +270,16 @@ def _plain(model: nn.Module, batch: Batch, bf16: bool) -> Callable[[], None]:
     return step
 
 
-def _plain_captured(model: nn.Module, batch: Batch, bf16: bool) -> Callable[[], None]:
+def _plain_captured(
+    model: nn.Module, optimizer: Optimizer, batch: Batch, bf16: bool
+) -> Callable[[], None]:
     from dpsur.mechanism.cuda_graphs import capture_graph
 
     if not torch.cuda.is_available():
         raise RuntimeError("CUDA graphs need a GPU")
-    optimizer = _optimizer(model)
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=False)
@@ -241,12 +289,14 @@ def _plain_captured(model: nn.Module, batch: Batch, bf16: bool) -> Callable[[], 
     return capture_graph(step, batch["labels"].device, warm_up=3)
 
 
-def _private(model: nn.Module, batch: Batch) -> tuple[Any, nn.Module, Any, Iterator[Any]]:
+def _private(
+    model: nn.Module, optimizer: Optimizer, batch: Batch
+) -> tuple[Any, nn.Module, Any, Iterator[Any]]:
     engine = dpsur.PrivacyEngine()
     size = len(batch["labels"])
-    model, optimizer, loader = engine.make_private(
+    model, made, loader = engine.make_private(
         module=model,
-        optimizer=_optimizer(model),
+        optimizer=optimizer,
         data_loader=DataLoader(Records(batch), batch_size=size),
         noise_multiplier=NOISE,
         max_grad_norm=CLIP,
@@ -257,37 +307,43 @@ def _private(model: nn.Module, batch: Batch) -> tuple[Any, nn.Module, Any, Itera
         while True:
             yield from loader
 
-    return engine, model, optimizer, batches()
+    return engine, model, made, batches()
 
 
-def _private_step(model: nn.Module, batch: Batch, bf16: bool) -> Callable[[], None]:
-    engine, _, _, batches = _private(model, batch)
+def _private_step(
+    model: nn.Module, optimizer: Optimizer, batch: Batch, bf16: bool
+) -> Callable[[], None]:
+    engine, _, _, batches = _private(model, optimizer, batch)
     step = engine.private_step(lambda model, batch: loss_of(model, batch, bf16))
     return lambda: step(next(batches))
 
 
-def _opacus_form(model: nn.Module, batch: Batch, bf16: bool) -> Callable[[], None]:
-    _, model, optimizer, batches = _private(model, batch)
+def _opacus_form(
+    model: nn.Module, optimizer: Optimizer, batch: Batch, bf16: bool
+) -> Callable[[], None]:
+    _, model, made, batches = _private(model, optimizer, batch)
 
     def step() -> None:
         some = next(batches)
-        optimizer.zero_grad()
+        made.zero_grad()
         _backward(loss_of(model, some, bf16))
-        optimizer.step()
+        made.step()
 
     return step
 
 
-def _opacus_hooks(model: nn.Module, batch: Batch, bf16: bool) -> Callable[[], None]:
+def _opacus_hooks(
+    model: nn.Module, optimizer: Optimizer, batch: Batch, bf16: bool
+) -> Callable[[], None]:
     from opacus import PrivacyEngine
 
     for module in model.modules():  # Opacus takes no in-place activations
         if getattr(module, "inplace", False):
             vars(module)["inplace"] = False
     size = len(batch["labels"])
-    model, optimizer, _ = PrivacyEngine().make_private(
+    model, made, _ = PrivacyEngine().make_private(
         module=model,
-        optimizer=_optimizer(model),
+        optimizer=optimizer,
         data_loader=DataLoader(Records(batch), batch_size=size),
         noise_multiplier=NOISE,
         max_grad_norm=CLIP,
@@ -295,14 +351,14 @@ def _opacus_hooks(model: nn.Module, batch: Batch, bf16: bool) -> Callable[[], No
     )
 
     def step() -> None:
-        optimizer.zero_grad()
+        made.zero_grad()
         _backward(loss_of(model, batch, bf16))
-        optimizer.step()
+        made.step()
 
     return step
 
 
-_STEPS: Mapping[str, Callable[[nn.Module, Batch, bool], Callable[[], None]]] = {
+_STEPS: Mapping[str, Start] = {
     "plain": _plain,
     "plain-captured": _plain_captured,
     "private-step": _private_step,
@@ -313,37 +369,54 @@ _STEPS: Mapping[str, Callable[[nn.Module, Batch, bool], Callable[[], None]]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What one process measures: a network with all its arms."""
+    """What one process measures: a network in some settings, all arms of each."""
 
     network: str
     batch_size: int
-    bf16: bool
-    dropout: bool
+    tokens: int
+    settings: tuple[tuple[bool, bool], ...]  # bfloat16, dropout
     device: str
     arms: tuple[str, ...]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """What tells the rows apart, in the order in which they are measured."""
+        for (bf16, dropout), arm in itertools.product(self.settings, self.arms):
+            yield {
+                "experiment": EXPERIMENT,
+                "network": self.network,
+                "batch_size": self.batch_size,
+                "tokens": self.tokens,
+                "bf16": bf16,
+                "dropout": dropout,
+                "device": self.device,
+                "arm": arm,
+            }
 
 
 def measure(cell: Cell) -> Iterator[dict[str, Any]]:
     """A row for each arm: milliseconds of a step, peak memory, and the time to the first step."""
     loop, cuda = LOOPS[cell.network], cell.device == "cuda"
     torch.manual_seed(0)
-    batch = {name: value.to(cell.device) for name, value in loop.records(cell.batch_size).items()}
-    settings = {name: value for name, value in asdict(cell).items() if name != "arms"}
-    for arm in cell.arms:
-        row: dict[str, Any] = {"experiment": EXPERIMENT, **settings, "arm": arm, "outcome": "ok"}
+    made = loop.records(cell.batch_size, cell.tokens)
+    batch = {name: value.to(cell.device) for name, value in made.items()}
+    for key in cell.rows():
+        row: dict[str, Any] = {**key, "outcome": "ok"}
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
         try:
             torch.manual_seed(0)
-            model = loop.make(cell.dropout).to(cell.device).train()
+            with torch.device(cell.device):
+                model = loop.make(key["dropout"]).to(cell.device).train()
+            optimizer = _optimizer(model, loop.adam)
             if cuda:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
-            row |= _timed(lambda: _STEPS[arm](model, batch, cell.bf16), cuda)  # noqa: B023
+            start = partial(_STEPS[key["arm"]], model, optimizer, batch, key["bf16"])
+            row |= _timed(start, cuda)
         except Exception as error:
             row["outcome"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        model = None  # type: ignore[assignment]
+        model = optimizer = start = None  # type: ignore[assignment]
         yield row | {"machine": device_name(torch.device(cell.device)), **provenance()}
 
 
@@ -384,13 +457,25 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--networks", nargs="+", choices=list(LOOPS), default=list(LOOPS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     parser.add_argument(
-        "--dropout", action="store_true", help="each network's default dropout, not none"
+        "--precision",
+        nargs="+",
+        choices=("float32", "bf16"),
+        default=["float32"],
+        help="bf16: autocast to bfloat16",
     )
+    parser.add_argument(
+        "--dropout",
+        nargs="+",
+        choices=("off", "on"),
+        default=["off"],
+        help="on: each network's default dropout; networks without any have no such rows",
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", help="lengths of texts; default: its own")
     parser.add_argument("--batch-size", type=int, help="default: each network's own")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
-    parser.add_argument("--seconds", type=float, default=150.0, help="limit for a network")
+    parser.add_argument("--seconds", type=float, default=200.0, help="limit for a network")
+    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)  # one process at a time
     parser.add_argument("--out", type=Path, help="add the rows to this file")
     parser.add_argument("--cell", help=argparse.SUPPRESS)  # of the process for a network
     parser.set_defaults(run=run)
@@ -399,92 +484,127 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure networks one after the other, each in a process of its own."""
     if arguments.cell is not None:
-        warnings.filterwarnings("ignore")
-        given = json.loads(arguments.cell)
-        for row in measure(Cell(**{**given, "arms": tuple(given["arms"])})):
-            print(json.dumps(row), flush=True)
-        return 0
+        return _one_process(arguments.cell, arguments.lock)
     if arguments.batch_size is not None:
         checks.at_least_one("--batch-size", arguments.batch_size)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    for name in arguments.networks:
-        cell = Cell(
-            name,
-            arguments.batch_size or LOOPS[name].batch_size,
-            arguments.bf16,
-            arguments.dropout,
-            device,
-            tuple(arguments.arms),
-        )
-        for row in _in_a_process(cell, arguments.seconds):
-            print(_line(row), flush=True)
-            if arguments.out is not None:
-                with arguments.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(2) as pool:
+        waiting = partial(_in_a_process, seconds=arguments.seconds, lock=Path(lock.name))
+        for rows in pool.map(waiting, _cells(arguments)):
+            for row in rows:
+                print(_line(row), flush=True)
+                if arguments.out is not None:
+                    with arguments.out.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row) + "\n")
     return 0
 
 
-def _in_a_process(cell: Cell, seconds: float) -> Sequence[dict[str, Any]]:
+def _cells(arguments: argparse.Namespace) -> Iterator[Cell]:
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    asked = [
+        (precision == "bf16", dropout == "on")
+        for dropout in arguments.dropout
+        for precision in arguments.precision
+    ]
+    for name in arguments.networks:
+        loop = LOOPS[name]
+        settings = tuple(found for found in asked if loop.draws or not found[1])
+        size, arms = arguments.batch_size or loop.batch_size, tuple(arguments.arms)
+        for tokens in arguments.tokens if loop.tokens and arguments.tokens else [loop.tokens]:
+            if settings:
+                yield Cell(name, size, tokens, settings, device, arms)
+
+
+def _one_process(text: str, lock: Path) -> int:
+    warnings.filterwarnings("ignore")
+    given = json.loads(text)
+    settings = tuple((bf16, dropout) for bf16, dropout in given["settings"])
+    cell = Cell(**{**given, "settings": settings, "arms": tuple(given["arms"])})
+    for name in ("torchvision", "transformers", "peft", "opacus"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        print(json.dumps({"began": time.time()}), flush=True)
+        for row in measure(cell):
+            print(json.dumps(row), flush=True)
+    return 0
+
+
+def _in_a_process(cell: Cell, *, seconds: float, lock: Path) -> Sequence[dict[str, Any]]:
     """The rows of a network; where its process dies, what is missing says so."""
-    command = [sys.executable, "-m", "reproduction", EXPERIMENT, "--cell", json.dumps(asdict(cell))]
+    command = [sys.executable, "-m", "reproduction", EXPERIMENT, "--lock", str(lock)]
+    command += ["--cell", json.dumps(asdict(cell))]
     died = "the process died"
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-        text = done.stdout
-        died += f": {(done.stderr.strip().splitlines() or [''])[-1][:200]}"
-    except subprocess.TimeoutExpired as error:
-        text = (error.stdout or b"").decode() if isinstance(error.stdout, bytes) else ""
-        died = f"not done within {seconds:g} s"
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it has the device
+        try:
+            text, errors = process.communicate(timeout=seconds)
+            died += f": {(errors.strip().splitlines() or [''])[-1][:200]}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            text, _ = process.communicate()
+            died = f"not done within {seconds:g} s"
     rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    settings = {name: value for name, value in asdict(cell).items() if name != "arms"}
-    for arm in cell.arms[len(rows) :]:
-        rows.append({"experiment": EXPERIMENT, **settings, "arm": arm, "outcome": died})
-    return rows
+    rest = list(cell.rows())[len(rows) :]
+    return rows + [{**key, "outcome": died} for key in rest]
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    name = f"{row['network']:<16}{row['arm']:<16}{'bf16' if row['bf16'] else 'float32':<8}"
+    setting = f"{'bf16' if row['bf16'] else 'float32'}{' dropout' if row['dropout'] else ''}"
+    text = f" {row['tokens']}" if row["tokens"] else ""
+    name = f"{row['network'] + text:<28}{setting:<16}{row['arm']:<16}"
     if row["outcome"] != "ok":
         return f"{name}{row['outcome']}"
     memory = f"{row['peak_gib']:8.2f} GiB" if "peak_gib" in row else ""
     return f"{name}{row['ms']:9.2f} ms{memory}   first step {row['first_step_s']:.1f} s"
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table: the loops of the first run and of the newest, each over a plain step.
+Key = tuple[str, int, int, bool, bool]
 
-    A run without a plain step is put beside that of the first; a star says so.
-    """
-    found = [row for row in rows if row["outcome"] == "ok"]
-    names = [name for name in LOOPS if any(row["network"] == name for row in found)]
+
+def _newest(rows: Sequence[Mapping[str, Any]]) -> dict[Key, dict[str, Mapping[str, Any]]]:
+    """Of every network and setting, the rows of the newest run, by arm."""
+    found: dict[Key, dict[str, Mapping[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: str(row.get("made_at", ""))):
+        name, batch_size, tokens = row["network"], row["batch_size"], row["tokens"]
+        key = (name, batch_size, tokens, row["bf16"], row["dropout"])
+        if row["outcome"] == "ok" or row["arm"] == "opacus-hooks":
+            found.setdefault(key, {})[row["arm"]] = row
+    return found
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of all networks and settings: every arm over the plain step."""
+    order = list(LOOPS)
     lines = [
-        "| network | batch | plain, ms | captured | private step | before | Opacus form | before "
+        "| network | batch | setting | plain, ms | captured | private step | Opacus form | Opacus "
         "| memory | first step, s |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "|---|--:|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    first = min(row["run"] for row in found)
-    for name in names:
-        cells = {(row["run"], row["arm"]): row for row in found if row["network"] == name}
-        newest = max(run for run, arm in cells if arm == "private-step")
-        plain = cells.get((newest, "plain")) or cells[first, "plain"]
-        star = "" if (newest, "plain") in cells else "*"
-        step = cells[newest, "private-step"]
-        before = cells.get((first, "plain"))
+    found = _newest(rows)
+    for key in sorted(found, key=lambda key: (order.index(key[0]), key[1:])):
+        name, size, tokens, bf16, dropout = key
+        arms = found[key]
+        if "plain" not in arms or "private-step" not in arms:
+            continue
+        plain, step = arms["plain"], arms["private-step"]
         shown = [
             name,
-            f"{step['batch_size']}",
+            f"{size} x {tokens}" if tokens else f"{size}",
+            ("bf16" if bf16 else "float32") + (", dropout" if dropout else ""),
             f"{plain['ms']:.1f}",
-            _over(cells.get((first, "plain-captured")), before),
-            _over(step, plain) + star,
-            _over(cells.get((first, "private-step")), before) if newest > first else "",
-            _over(cells.get((newest, "opacus-form")), plain) if newest > first else "",
-            _over(cells.get((first, "opacus-form")), before),
+            *(_over(arms.get(arm), plain) for arm in ARMS[1:]),
             f"{step['peak_gib'] / plain['peak_gib']:.2f}",
-            f"{step['first_step_s']:.1f}",
+            f"{step['first_step_s']:.1f} ({plain['first_step_s']:.1f})",
         ]
         lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
-def _over(row: Mapping[str, Any] | None, plain: Mapping[str, Any] | None) -> str:
-    return "" if row is None or plain is None else f"{row['ms'] / plain['ms']:.2f}"
+def _over(row: Mapping[str, Any] | None, plain: Mapping[str, Any]) -> str:
+    if row is None:
+        return ""
+    return f"{row['ms'] / plain['ms']:.2f}" if row["outcome"] == "ok" else "fails"
