@@ -70,6 +70,12 @@ class StepError(InvalidInputError):
     code = "step"
 
 
+class OpaqueBatchError(StepError, AttributeError):
+    """A loop that looks into a batch which only a private step may open."""
+
+    code = "opaque-batch"
+
+
 class CouplingError(StepError):
     """One record's gradient may depend on other records. This is final for an engine.
 

@@ -7,10 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import dpsur
-from dpsur.engine.loader import LENGTHS, CollateAlone, PrivateBatch
+from dpsur.engine.loader import (
+    LENGTHS,
+    CollateAlone,
+    PrivateBatch,
+    groups_of,
+    records_in,
+)
 from dpsur.errors import CouplingError, InvalidInputError, StepError, UnsupportedModelError
 
 CLIP = 0.7
@@ -169,7 +176,7 @@ def test_only_a_step_opens_a_batch():
     batch = next(iter(loader))
     assert isinstance(batch, PrivateBatch)
     assert "40" not in repr(batch)
-    with pytest.raises(StepError, match="opened by a private step alone"):
+    with pytest.raises(StepError, match="a private step alone opens it"):
         _, _ = batch
 
 
@@ -307,8 +314,6 @@ def test_no_made_up_value_reaches_the_model():
             self.head = nn.Linear(4, 3)
 
         def forward(self, tokens):
-            from torch._C._functorch import get_unwrapped, is_batchedtensor
-
             seen.append((get_unwrapped(tokens) if is_batchedtensor(tokens) else tokens).flatten())
             return self.head(self.table(tokens).mean(1))
 
@@ -334,7 +339,7 @@ def test_texts_are_padded_by_their_own_length():
         for place, text in enumerate(texts):
             batch = collate([text, *others])
             (group,) = [
-                g for g in batch.groups if g.batch["tokens"].shape[-1] >= len(text["tokens"])
+                g for g in groups_of(batch) if g.batch["tokens"].shape[-1] >= len(text["tokens"])
             ][:1]
             length = group.batch["tokens"].shape[-1]
             assert length == next(n for n in LENGTHS if n >= len(text["tokens"]))
@@ -417,7 +422,7 @@ def test_an_empty_batch_is_noise_alone(sums):
     step = engine.private_step(cross_entropy)
     empty = []
     for batch in loader:
-        empty.append(not batch.records)
+        empty.append(not records_in(batch))
         step(batch)
         if len(empty) == 12:
             break

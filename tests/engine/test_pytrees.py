@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped
 from torch.utils.data import Dataset
 
 import dpsur
@@ -156,7 +157,7 @@ class Watchful(Reader):
 
     def forward(self, tokens, **others):
         level = torch._C._functorch.is_batchedtensor(tokens)
-        self.seen.append(torch._C._functorch.get_unwrapped(tokens) if level else tokens)
+        self.seen.append(get_unwrapped(tokens) if level else tokens)
         return super().forward(tokens, **others)
 
 

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._C._functorch import get_unwrapped
 from torch.utils.checkpoint import checkpoint
 
 from dpsur.errors import InvalidInputError, UnsupportedModelError
@@ -427,7 +428,7 @@ class Watchful(nn.Module):
 
     def forward(self, x):
         level = torch._C._functorch.is_batchedtensor(x)
-        self.seen.append(torch._C._functorch.get_unwrapped(x).flatten(0, -2) if level else x)
+        self.seen.append(get_unwrapped(x).flatten(0, -2) if level else x)
         return self.layer(x)
 
 

@@ -41,7 +41,7 @@ from torch.utils.data import (
 )
 
 from dpsur import checks
-from dpsur.errors import InvalidInputError, StepError
+from dpsur.errors import InvalidInputError, OpaqueBatchError, StepError
 from dpsur.functional.persons import PersonRecords
 from dpsur.functional.tree import map_tensors, tensors_of
 from dpsur.mechanism.gaussian import poisson_sample
@@ -83,20 +83,32 @@ class Group:
     batch: Any
 
 
-@dataclass(frozen=True, eq=False)
-class PrivateBatch:
-    """The records of a step, for a private step alone. Their number is private."""
+_OPENED = (
+    "a private step alone opens it; pass it on, as in `step(batch)`, and use it inside the function"
+)
 
-    groups: tuple[Group, ...]
+
+class PrivateBatch:
+    """The records of a step, for a private step alone. Their number is private.
+
+    A loop can move it to a device and pass it on. What it holds is for `groups_of`, which a private
+    step calls: a loop that read a batch could pass values of some records on to others.
+    """
+
+    def __init__(self, groups: tuple[Group, ...]) -> None:
+        self.__groups = groups
 
     def __repr__(self) -> str:
         return "PrivateBatch(opened by engine.private_step)"
 
+    def __getattr__(self, name: str) -> Any:
+        """Only asked for what there is not, such as a data set's own attributes."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise OpaqueBatchError(f"a batch of the private loader has no .{name}: {_OPENED}")
+
     def __iter__(self) -> Iterator[Any]:
-        raise StepError(
-            "a batch of the private loader is opened by a private step alone: pass it on, as in "
-            "`step(batch)`, and take it apart inside the function"
-        )
+        raise OpaqueBatchError(f"a batch of the private loader cannot be taken apart: {_OPENED}")
 
     def __contains__(self, _: object) -> bool:
         return False  # what it holds is nobody's business
@@ -112,14 +124,20 @@ class PrivateBatch:
         return PrivateBatch(
             tuple(
                 Group(group.records, map_tensors(change, group.batch, otherwise=_keep))
-                for group in self.groups
+                for group in self.__groups
             )
         )
 
-    @property
-    def records(self) -> int:
-        """Private."""
-        return sum(group.records for group in self.groups)
+
+def groups_of(batch: PrivateBatch) -> tuple[Group, ...]:
+    """The records of a batch, by their shape. Private."""
+    found: tuple[Group, ...] = vars(batch)["_PrivateBatch__groups"]
+    return found
+
+
+def records_in(batch: PrivateBatch) -> int:
+    """How many records, or persons, a batch holds. Private."""
+    return sum(group.records for group in groups_of(batch))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ from dpsur.engine.loader import (
     PrivateBatch,
     PrivateLoader,
     augmenting,
+    groups_of,
     opened,
+    records_in,
 )
 from dpsur.engine.loss_graph import REMEDY
 from dpsur.engine.setup import Units
@@ -438,7 +440,7 @@ class PrivateLoop:
             )
         else:
             found, self._checked = opened(batch), True
-            if found.records != max(1, due.rows):
+            if records_in(found) != max(1, due.rows):
                 raise StepError(
                     "a private step was given another number of records than its batch has; use "
                     "each record of the batch exactly once"
@@ -463,7 +465,7 @@ class PrivateLoop:
                     "would act on later steps without noise; change it in the loop, by public "
                     "values"
                 )
-        if not found.groups:
+        if not groups_of(found):
             watcher.sums.add(1, {})
         watcher.gradients.mark(
             "the loop has put it there, and a private step makes the whole gradient; call "
@@ -502,9 +504,10 @@ class PrivateLoop:
             ),
         )
         limit = step.max_physical_batch_size or self._loader.poisson.most
-        for group in batch.to(device, non_blocking=True).groups:
+        groups = groups_of(batch.to(device, non_blocking=True))
+        for group in groups:
             most = limit or group.records
-            split = limit if len(batch.groups) == 1 else (limit or self._units.size)
+            split = limit if len(groups) == 1 else (limit or self._units.size)
             for start in range(0, group.records, most):
                 count = min(most, group.records - start)
                 some = slice(start, start + count)

@@ -147,6 +147,7 @@ class RecordLevel(TorchFunctionMode):
         with ExitStack() as stack:
             stack.enter_context(_tracing_transformers())
             stack.enter_context(only_trusted_rules())
+            stack.enter_context(_replaced(torch._C._functorch, "get_unwrapped", _refuse_unwrapping))  # type: ignore[attr-defined]
             for holder, name, value in self._checkpoints():
                 stack.enter_context(_replaced(holder, name, value))
             stack.enter_context(self._weights())
@@ -530,6 +531,14 @@ def _is_custom(func: Any) -> bool:
 
 def _refuse(fault: str, *_args: Any, **_kwargs: Any) -> Any:
     raise UnsupportedModelError(fault)
+
+
+def _refuse_unwrapping(*_args: Any, **_kwargs: Any) -> Any:
+    """A check, no proof: a function may have got hold of PyTorch's own before the step."""
+    raise CouplingError(
+        "the function calls functorch's get_unwrapped, which gives it the values of all records; "
+        "use the batch as it is"
+    )
 
 
 def _keeper(models: tuple[nn.Module, ...], value: Tensor) -> str:

@@ -146,7 +146,7 @@ def evaluation_between_steps():
     return looped(loop)
 
 
-@private(refused("opened by a private step alone"))
+@private(refused("private step alone opens it"))
 def batch_opened_by_the_loop():
     def loop(given):
         step = given.engine.private_step(cross_entropy)
@@ -156,7 +156,7 @@ def batch_opened_by_the_loop():
     return looped(loop)
 
 
-@private(refused("opened by a private step alone"))
+@private(refused("private step alone opens it"))
 def mixup_in_the_loop():
     def loop(given):
         step = given.engine.private_step(cross_entropy)
@@ -267,7 +267,7 @@ def figures_passed_on_as_an_argument():
     return looped(loop)
 
 
-@private(limit("Private names of the library or of PyTorch"))
+@private(refused("private step alone opens it"))
 def groups_of_the_batch_read_by_the_loop():
     def loss(model, batch, prior):
         return F.cross_entropy(model(batch[0]) + prior, batch[1])

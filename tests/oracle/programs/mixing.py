@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle.harness import limit, refused
+from tests.oracle.harness import refused
 from tests.oracle.programs import family
 from tests.oracle.programs.layers import Encoder, trained
 from tests.oracle.programs.models import BagOfWords, TwoLayers, mlp
@@ -503,7 +503,7 @@ def vmap_of_its_own_with_collectives():
     return mixing(forward)
 
 
-@coupled(TABLE, private_step=limit("Private names of the library or of PyTorch"))
+@coupled(TABLE, private_step=refused("get_unwrapped"), opacus=refused("get_unwrapped"))
 def unwrapped_by_functorch():
     """Private names of PyTorch give a tensor of all records."""
     from torch._C import _functorch
