@@ -147,7 +147,7 @@ class RecordLevel(TorchFunctionMode):
         with ExitStack() as stack:
             stack.enter_context(_tracing_transformers())
             stack.enter_context(only_trusted_rules())
-            stack.enter_context(_replaced(torch._C._functorch, "get_unwrapped", _refuse_unwrapping))  # type: ignore[attr-defined]
+            stack.enter_context(_replaced(torch._C._functorch, "get_unwrapped", _refuse_unwrapping))
             for holder, name, value in self._checkpoints():
                 stack.enter_context(_replaced(holder, name, value))
             stack.enter_context(self._weights())
