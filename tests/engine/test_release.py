@@ -51,6 +51,29 @@ def test_a_release_is_verified(case, tmp_path):
             assert dpsur.verify(tmp_path / "run")[0] != [], name
 
 
+def test_a_release_without_frozen_weights(tmp_path):
+    """As of adapters: the model that it is loaded into brings the frozen ones."""
+    model = linear_model()
+    frozen = model[0].requires_grad_(False)
+    engine, model, *made = private(model, steps=5)
+    train(engine, model, *made)
+    folder = engine.save(tmp_path / "run", trained_only=True)
+    assert dpsur.verify(tmp_path / "run")[0] == []
+    whole = engine.save(tmp_path / "whole")
+    assert (folder / "model.safetensors").stat().st_size < (
+        whole / "model.safetensors"
+    ).stat().st_size
+
+    base = linear_model()
+    with torch.no_grad():
+        base[0].weight.fill_(7.0)
+    loaded = dpsur.load(tmp_path / "run", base).module
+    assert torch.equal(loaded[2].weight, model[2].weight)
+    assert not torch.equal(loaded[0].weight, frozen.weight)  # its own
+    with pytest.raises(dpsur.DpsurError, match=r"do not fit the model: it has no 2\."):
+        dpsur.load(tmp_path / "run", nn.Sequential(nn.Linear(6, 8)))
+
+
 def test_metrics_are_stated_when_they_were_all_made(tmp_path):
     engine, *made = private(steps=5, metrics=dpsur.Metrics(), criterion=nn.CrossEntropyLoss())
     with pytest.raises(dpsur.DpsurError, match="continue until the loader ends"):

@@ -456,18 +456,19 @@ class PrivacyEngine(PrivateLoop):
             }
         return found
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: str | os.PathLike[str], *, trained_only: bool = False) -> Path:
         """Write `release/` into a new folder: weights and statement, for `dpsur verify`.
 
-        Load it with `dpsur.load(path, model)`. Nothing private is written, and with a gate the
-        number of accepted updates, which is paid for.
+        Load it with `dpsur.load(path, model)`. With `trained_only` frozen weights are left out, as
+        of the base model under LoRA adapters: `model` must then have them. Nothing private is
+        written, and with a gate the number of accepted updates, which is paid for.
         """
         statement = self.statement()
         if self._due is not None and self._watcher.sums.rows:
             raise StepError("a batch was begun and not stepped on; finish it before you save")
         folder = RunFolder(path)
         folder.check_new()
-        write_release(folder.release, self._module, statement, NO_ORIGIN)
+        write_release(folder.release, self._module, statement, NO_ORIGIN, trained_only=trained_only)
         return folder.release
 
     # Checkpoints

@@ -95,16 +95,31 @@ def released_model(original: nn.Module, layers: nn.Sequential, released: Params)
 
 
 def write_release(
-    folder: Path, model: nn.Module, statement: Mapping[str, Any], origin: Origin
+    folder: Path,
+    model: nn.Module,
+    statement: Mapping[str, Any],
+    origin: Origin,
+    *,
+    trained_only: bool = False,
 ) -> None:
-    """Write a release folder, whole or not at all; the same release is not written twice."""
-    tensors = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
+    """Write a release folder, whole or not at all; the same release is not written twice.
+
+    With `trained_only` it holds no frozen weights, which are public and may be many: whoever loads
+    it brings a model that has them.
+    """
+    held = dict(model.state_dict())
+    if trained_only:
+        trained = [name for name, value in model.named_parameters() if value.requires_grad]
+        held = {name: held[name] for name in trained}
+    tensors = {name: value.detach().cpu().clone() for name, value in held.items()}
     described: dict[str, Any] = {
         "format": FORMAT,
         "task": origin.task,
         "network": None if origin.network is None else dict(origin.network),
         "model": type(model).__name__,
     }
+    if trained_only:
+        described["trained_only"] = True
     if origin.features:
         described["features"] = [dict(layer) for layer in origin.features]
     if origin.predicts is not None:
@@ -183,7 +198,9 @@ def read_release(
     elif origin.features and not isinstance(model, WithFeatures):
         model = WithFeatures(_built_layers(folder, origin.features), model)
     try:
-        model.load_state_dict(tensors)
+        others = model.load_state_dict(tensors, strict=not described.get("trained_only"))
+        if others.unexpected_keys:
+            raise RuntimeError(f"it has no {others.unexpected_keys[0]}")
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"the weights in {folder} do not fit the model: {reason}") from error
