@@ -102,6 +102,7 @@ def engine(
     most=None,
     steps=20,
     optimizer="sgd",
+    **groups,
 ):
     """A custom loop with `PrivacyEngine`: weights, epsilon and the sizes of the rank's batches."""
     ranks = connect(CPU)
@@ -142,6 +143,7 @@ def engine(
         gate=gates.get(gate),
         criterion=torch.nn.CrossEntropyLoss(),
         seed=7,
+        **groups,
     )
     made = 0
     planned = steps

@@ -142,6 +142,21 @@ def test_a_custom_loop_is_the_same_on_any_number_of_ranks(processes, count, chan
         assert_all_same(alone, found)
 
 
+def test_records_of_persons_are_drawn_for_sharded_models(processes):
+    """At most two of each person's three records, whoever else is drawn."""
+    job = partial(
+        jobs.engine,
+        60,
+        shard=True,
+        steps=4,
+        groups=[row // 3 for row in range(60)],
+        records_per_person=2,
+        sampling="record",
+        records=50,
+    )
+    assert_all_same(job(shard=False), processes.run(2, job))
+
+
 @pytest.mark.parametrize("gate", [None, "block"])
 def test_persons_are_the_same_on_any_number_of_ranks(processes, gate):
     """Whoever has many records: all of them are on one rank, and clipped once."""

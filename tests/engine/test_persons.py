@@ -11,10 +11,12 @@ from dpsur.cli import main
 from dpsur.distributed import Ranks
 from dpsur.engine import model_tests
 from dpsur.engine.loader import PoissonSampler
-from dpsur.engine.setup import units_of
+from dpsur.engine.setup import Units, units_of
 from dpsur.errors import CheckpointError, InvalidInputError, StepError
 from dpsur.functional.persons import PersonRecords
-from dpsur.mechanism.streams import Streams
+from dpsur.mechanism.streams import Stream, Streams
+from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.events import SampledGaussian
 from dpsur.runs.verification import statement_faults
 from tests.engine.helpers import without_noise
 from tests.mutants import Mutant, law_tests
@@ -171,6 +173,63 @@ def summed_over_records(monkeypatch):
     monkeypatch.setattr(model_tests, "_unit_means", total)
 
 
+def drawn_one_by_one(data, **options):
+    return made(data, sampling="record", records=100, **options)
+
+
+def at_most_k_records_of_a_person_join_one_by_one():
+    """Where all that may join do: k of each person in every batch, in time all of them."""
+    data = people()
+    *_, loader = drawn_one_by_one(data, batch_size=100, steps=40)
+    loader.poisson.steps, seen = range(1, 41), set()
+    assert loader.sample_rate == 1
+    for rows in loader.poisson:
+        assert len(rows) == len(set(rows))
+        joined = torch.bincount(data[2][torch.tensor(rows)], minlength=PEOPLE)
+        assert torch.equal(joined, torch.bincount(data[2]).clamp(max=MOST))
+        seen.update(rows)
+    assert len(seen) == len(data[2])
+
+
+def as_many_records_are_charged_as_may_join():
+    engine, *_ = drawn_one_by_one(people(), steps=9)
+    event = engine.accountant.plan.update
+    rate = engine.expected_batch_size / 100
+    assert event == SampledGaussian(rate, engine.noise_multiplier, MOST)
+    theirs = accounting_named("every-trial").epsilon([(event, 9)], 1e-3)
+    assert engine.guarantee(1e-3) == pytest.approx(theirs, rel=1e-9)
+
+
+def a_person_moves_the_sum_by_at_most_k_norms():
+    data = people(count=9, most=5)
+    data[0][data[2] == 4], data[1][data[2] == 4] = 5.0, 0  # their gradients add up
+
+    def total(data):
+        engine, _, _, loader = drawn_one_by_one(data, batch_size=100, steps=1)
+        step = engine.private_step(mean_loss)
+        (batch,) = loader
+        step.accumulate(batch)
+        found = engine._watcher.take()
+        return torch.cat([found[name].flatten() for name in sorted(found)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        # the same records of others, who are drawn independently of who else is there
+        patch.setattr(Stream, "uniform", lambda _, count: torch.arange(count) / 1e6)
+        whole = total(data)
+        moved = [float((whole - total(without(data, p))).norm()) for p in data[2].unique()]
+    assert max(moved) <= MOST * CLIP * (1 + 1e-9)
+    assert max(moved) > 0.9 * MOST * CLIP
+
+
+def joining_records_not_limited(monkeypatch):
+    monkeypatch.setattr(PersonRecords, "joining", property(lambda self: self.records))
+    monkeypatch.setattr(PersonRecords, "draw_joining", lambda self, _: self._by_person)
+
+
+def charged_for_one_record(monkeypatch):
+    monkeypatch.setattr(Units, "joining", property(lambda _: 1))
+
+
 def a_persons_records_are_on_one_rank():
     data = people()
     *_, loader = made(data, steps=1)
@@ -201,6 +260,9 @@ def ranks_that_clip_apart(monkeypatch):
 
 MUTANTS = [
     Mutant(a_persons_records_are_on_one_rank, ranks_that_clip_apart),
+    Mutant(at_most_k_records_of_a_person_join_one_by_one, joining_records_not_limited),
+    Mutant(a_person_moves_the_sum_by_at_most_k_norms, joining_records_not_limited),
+    Mutant(as_many_records_are_charged_as_may_join, charged_for_one_record),
     Mutant(a_person_moves_the_sum_by_at_most_the_clip_norm, person_sampled_twice),
     Mutant(a_person_moves_the_sum_by_at_most_the_clip_norm, joins_by_record),
     Mutant(every_person_joins_once_with_at_most_k_records, person_sampled_twice),
@@ -283,6 +345,75 @@ def test_one_seed_gives_the_run_of_fit(gate):
     assert run.statement["guarantee"]["epsilon"] == pytest.approx(engine.guarantee(1e-3), rel=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore::dpsur.PrivacyWarning")
+@pytest.mark.parametrize("opened", [False, True], ids=["private step", "backward"])
+def test_records_are_drawn_as_by_fit(opened, tmp_path, capsys):
+    """Nobody has more records than are used, so that both use the same."""
+    data = people(most=3)
+    run = dpsur.fit(
+        network(),
+        data[:2],
+        loss=F.cross_entropy,
+        groups=data[2],
+        records_per_person=MOST,
+        sampling="record",
+        records=100,
+        budget=dpsur.Budget(100.0, 1e-3),
+        method=dpsur.Dpsgd(
+            batch_size=10,
+            noise_multiplier=1.0,
+            max_grad_norm=CLIP,
+            momentum=0.0,
+            learning_rate=0.3,
+            schedule="constant",
+            gate="none",
+            updates=9,
+        ),
+        seed=3,
+        device="cpu",
+        progress=False,
+    )
+    engine, model, optimizer, loader = drawn_one_by_one(data, batch_size=10, steps=9)
+    step = None if opened else engine.private_step(mean_loss)
+    for batch in loader:
+        if step is not None:
+            step(batch)
+            continue
+        optimizer.zero_grad()
+        mean_loss(model, batch).backward()
+        optimizer.step()
+    for name, value in run.model.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-12, atol=1e-13)
+    stated = engine.statement()
+    assert stated["guarantee"]["epsilon"] == pytest.approx(engine.guarantee(), rel=1e-9)
+    assert run.statement["guarantee"]["epsilon"] == pytest.approx(engine.guarantee(1e-3), rel=1e-9)
+    for key in ("unit", "public", "sampler", "dataset_size", "adjacency"):
+        assert stated[key] == run.statement[key]
+    engine.save(tmp_path / "run")
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    assert "confirmed by dp-accounting" in capsys.readouterr().out
+
+
+def test_the_least_noise_hides_as_many_records_as_may_join():
+    data, noise = people(), []
+    for more in ({}, {"groups": data[2], "sampling": "record", "records_per_person": MOST}):
+        model, engine = network(), dpsur.PrivacyEngine()
+        engine.make_private_with_epsilon(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
+            data_loader=DataLoader(TensorDataset(*data[:2]), batch_size=10),
+            target_epsilon=4.0,
+            target_delta=1e-3,
+            max_grad_norm=CLIP,
+            steps=9,
+            records=100,
+            **more,
+        )
+        assert engine.guarantee(1e-3) <= 4.0
+        noise.append(engine.noise_multiplier)
+    assert noise[1] > 1.1 * noise[0]
+
+
 def test_the_statement_speaks_of_persons(tmp_path, capsys):
     engine, _ = trained(people(), steps=4)
     stated = engine.statement()
@@ -339,10 +470,18 @@ def test_groups_may_be_a_function_of_a_record(monkeypatch):
 
 def test_calls_in_the_opacus_form_are_refused():
     _, _, _, loader = made(people(), steps=3)
-    with pytest.raises(StepError, match="private step can tell whose records"):
+    with pytest.raises(StepError, match="cannot tell whose records") as caught:
         next(iter(loader))
-    with torch.no_grad(), pytest.raises(StepError, match="private step can tell whose records"):
+    assert caught.value.code == "persons-need-private-step"
+    with torch.no_grad(), pytest.raises(StepError, match="cannot tell whose records"):
         next(iter(loader))
+
+
+def test_models_that_fully_shard_has_sharded_are_refused(monkeypatch):
+    monkeypatch.setattr("dpsur.engine.privacy_engine.is_sharded", lambda _: True)
+    with pytest.raises(InvalidInputError, match="fully_shard has sharded.*sampling='record'") as e:
+        made(people(), steps=3)
+    assert e.value.code == "persons-need-private-step"
 
 
 def test_a_batch_that_the_loop_has_made_is_refused():
@@ -359,6 +498,9 @@ def test_a_batch_that_the_loop_has_made_is_refused():
     [
         ({"views": 2, "augment": lambda x: x}, "groups cannot be combined with views=2"),
         ({"most": 0}, "records_per_person"),
+        ({"sampling": "person!"}, "sampling must be one of"),
+        ({"sampling": "record"}, "needs records"),
+        ({"sampling": "record", "records": 90, "metrics": dpsur.Metrics()}, "a gate or paid"),
     ],
 )
 def test_what_is_not_bounded_for_a_person_is_refused(given, words):
@@ -405,5 +547,5 @@ def test_neighbouring_sets_of_other_sizes_have_the_same_noise(monkeypatch):
     assert "need not be public" in stated["adjacency"]
     assert statement_faults(stated)[0] == []
     private = "dpsur.engine.privacy_engine.units_of"
-    monkeypatch.setattr(private, lambda loader, *_: units_of(loader))
+    monkeypatch.setattr(private, lambda loader, *_, **__: units_of(loader))
     assert released(data, monkeypatch)[1] != whole[1]  # what happens with the size of the data

@@ -407,7 +407,8 @@ class PoissonSampler(Sampler[list[Any]]):
     Every record joins every batch independently with probability `sample_rate`. The number of a
     batch is part of the address of its random numbers, so a batch that was drawn ahead and not used
     is drawn again, not replaced by another. Of several ranks each yields its share of the batch,
-    perhaps nothing. With `persons` it is they who join, each with a tuple of records.
+    perhaps nothing. With `persons` it is they who join, each with a tuple of records; `by_record`
+    at most k records of each of them join one by one, and `size` counts these.
     """
 
     def __init__(
@@ -416,9 +417,11 @@ class PoissonSampler(Sampler[list[Any]]):
         sample_rate: float,
         streams: Callable[[], Streams],
         persons: PersonRecords | None = None,
+        *,
+        by_record: bool = False,
     ) -> None:
         self.size, self._sample_rate, self._streams = size, sample_rate, streams
-        self.persons = persons
+        self.persons, self.by_person = persons, persons is not None and not by_record
         self.steps: Sequence[int] = ()
         self.most: int | None = None
         self.planned: deque[Microbatch] = deque()
@@ -431,7 +434,11 @@ class PoissonSampler(Sampler[list[Any]]):
     def units(self, drawn: Tensor, stream: Stream) -> list[Any]:
         """What this rank reads of a sample: records, or tuples of the records of a person."""
         own = stream.ranks.own(drawn)
-        return own.tolist() if self.persons is None else self.persons.draw(own, stream.uniform)
+        if self.persons is None:
+            return own.tolist()
+        if self.by_person:
+            return self.persons.draw(own, stream.uniform)
+        return self.persons.draw_joining(stream.uniform)[own].tolist()
 
     def __iter__(self) -> Iterator[list[Any]]:
         planned: deque[Microbatch] = deque()
@@ -524,7 +531,7 @@ class PrivateLoader(DataLoader[Any]):
                 "prefetch_factor": loader.prefetch_factor,
                 "persistent_workers": loader.persistent_workers,
             }
-        by_person = sampler.persons is not None
+        by_person = sampler.by_person
         super().__init__(
             PersonData(loader.dataset) if by_person else loader.dataset,
             batch_sampler=sampler,
@@ -554,10 +561,12 @@ class PrivateLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         if cast(Collate, self.collate_fn).alone is None:
-            if self.poisson.persons is not None:
+            if self.poisson.by_person:
                 raise StepError(
-                    "with groups, only a private step can tell whose records a batch holds; write "
-                    "the loss as engine.private_step, before the loop"
+                    "loss.backward() cannot tell whose records a batch holds; write the loss as "
+                    "engine.private_step, before the loop, or draw records in place of persons: "
+                    "make_private(sampling='record')",
+                    code="persons-need-private-step",
                 )
             if not torch.is_grad_enabled():
                 return self._all_records()
@@ -640,7 +649,7 @@ class TestReader:
         usual = longest if here else max(1, math.ceil(loader.sample_rate * sampler.size))
         most = sampler.most or usual
         parts = [units[start : start + most] for start in range(0, longest, most)]
-        if sampler.persons is not None:
+        if sampler.by_person:
             parts = _of_equal_size(units, most) or [[]]
         collate, data = self._collate(views=views), cast(Any, loader.dataset)
         batches: Iterable[Any] = (collate([data[row] for row in part]) for part in parts)

@@ -48,13 +48,12 @@ from dpsur.mechanism.gates import BlockGate, CoinGate, Gate, LossGate, Metrics
 from dpsur.mechanism.streams import Streams
 from dpsur.per_example.augmentation import Augment
 from dpsur.privacy.data_ledger import DataLedger
-from dpsur.privacy.events import NonPrivate, SampledGaussian
+from dpsur.privacy.events import NonPrivate
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import (
     BY_CONSTRUCTION,
     CUSTOM_LOOP,
-    DECLARED_SIZE,
-    RECORDS_PER_PERSON,
+    PERSON,
     WAS_CHECKED,
     RunFacts,
     Statement,
@@ -143,6 +142,7 @@ class PrivacyEngine(PrivateLoop):
         views: int = 1,
         groups: Any = None,
         records_per_person: int | None = None,
+        sampling: str = PERSON,
         records: int | None = None,
         ledger: str | os.PathLike[str] | None = None,
         seed: int | None = None,
@@ -192,8 +192,12 @@ class PrivacyEngine(PrivateLoop):
                 batch, whose gradient is clipped once. It needs `engine.private_step`.
             records_per_person: how many records of a person a step uses at most (default: 16),
                 drawn anew for each; a public number.
-            records: a public size of the data set (with groups: a number of persons), where the
-                true number is not public. Sampling rate, noise and delta follow from it alone.
+            sampling: with `groups`, "person" draws persons for a batch, "record" draws records, of
+                which a person has at most `records_per_person`; the noise then hides as many of
+                theirs as may join. It needs `records`, takes loops of both forms and sharded
+                models, and neither a gate nor metrics.
+            records: a public size of the data set (a number of persons where these are drawn), if
+                the true one is not public. Sampling rate, noise and delta follow from it alone.
             ledger: the ledger of the data set, in which the training books what it may spend before
                 its first batch; a training above the ledger's total is refused.
             seed: makes batches and noise repeatable, and void against anyone who knows it.
@@ -209,12 +213,14 @@ class PrivacyEngine(PrivateLoop):
                 "epsilons if they use the same records"
             )
         trained = parameters_to_train(module, optimizer, data_loader)
-        units = units_of(data_loader, groups, records_per_person, records)
+        plain = gate is None and metrics is None
+        units = units_of(data_loader, groups, records_per_person, records, sampling, plain=plain)
         size, rate = units.size, units.rate
         delta = min(1e-5, 0.1 / size) if target_delta is None else target_delta
         steps = planned_steps(epochs, steps, units.length)
         mechanism = Mechanism(
-            size, rate, max_grad_norm, steps, target_epsilon, delta, gate, metrics, accounting
+            *(size, rate, max_grad_norm, steps, target_epsilon, delta, gate, metrics, accounting),
+            joining=units.joining,
         )
         self._ledger, self._mechanism = mechanism.account(noise_multiplier), mechanism
         self._data_ledger = None if ledger is None else DataLedger(ledger)
@@ -225,13 +231,19 @@ class PrivacyEngine(PrivateLoop):
                 "a ledger books what was planned; give make_private epochs, steps or target_epsilon"
             )
         self._units, self._records = units, len(cast(Sized, data_loader.dataset))
-        self._update = SampledGaussian(rate, noise_multiplier) if noise_multiplier else NonPrivate()
+        self._update = mechanism.update(noise_multiplier) if noise_multiplier else NonPrivate()
         device = next(iter(trained.values())).device
         if views > 1 and augment is None:
             raise InvalidInputError(f"views={views} needs augment=..., which makes them different")
-        if units.persons is not None and (views > 1 or is_sharded(module)):
+        by_person = units.persons is not None and not units.by_record
+        if by_person and (views > 1 or is_sharded(module)):
             what = f"views={views}" if views > 1 else "a model that fully_shard has sharded"
-            raise InvalidInputError(f"groups cannot be combined with {what}; leave one of them out")
+            raise InvalidInputError(
+                f"groups cannot be combined with {what}: each person adds one gradient, clipped as "
+                "a whole, which only a private step on an unsharded model computes; leave one of "
+                "them out, or draw records in place of persons: sampling='record'",
+                code="persons-need-private-step",
+            )
         ranks = connect(device)
         ranks.check_same(
             {
@@ -251,10 +263,12 @@ class PrivacyEngine(PrivateLoop):
         self._watcher = Watcher(
             module, trained, clip_norm, loss_reduction, self, augment, views, sharding
         )
-        sampler = PoissonSampler(units.held, rate, self._batch_streams, units.persons)
+        sampler = PoissonSampler(
+            *(units.held, rate, self._batch_streams, units.persons), by_record=units.by_record
+        )
         if max_physical_batch_size is not None:
             checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
-            each = 1 if units.persons is None else units.persons.records_each
+            each = units.persons.records_each if units.persons and by_person else 1
             sampler.most = max(1, max_physical_batch_size // each)
         if sharding is None:
             self._watcher.graphs = self._call_graphs(sampler)
@@ -296,6 +310,7 @@ class PrivacyEngine(PrivateLoop):
         accounting: str | None = None,
         groups: Any = None,
         records_per_person: int | None = None,
+        sampling: str = PERSON,
         records: int | None = None,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
@@ -305,7 +320,8 @@ class PrivacyEngine(PrivateLoop):
         """
         data_loader = plain_loader(data_loader)
         check_loader(data_loader)
-        units = units_of(data_loader, groups, records_per_person, records)
+        plain = gate is None and metrics is None
+        units = units_of(data_loader, groups, records_per_person, records, sampling, plain=plain)
         planned = planned_steps(epochs, steps, units.length)
         if planned is None:
             raise InvalidInputError("give epochs or steps: the noise depends on their number")
@@ -319,6 +335,7 @@ class PrivacyEngine(PrivateLoop):
             gate,
             metrics,
             accounting,
+            units.joining,
         ).with_noise()
         return self.make_private(
             module=module,
@@ -334,6 +351,7 @@ class PrivacyEngine(PrivateLoop):
             accounting=accounting,
             groups=groups,
             records_per_person=records_per_person,
+            sampling=sampling,
             records=records,
             **options,
         )
@@ -404,7 +422,7 @@ class PrivacyEngine(PrivateLoop):
             )
         facts = RunFacts(
             dataset_size=self._units.size,
-            public=self._public(),
+            public=self._units.public,
             method=CUSTOM_LOOP,
             settings=self._settings(plan),
             seeded=self._streams.seeded,
@@ -416,12 +434,6 @@ class PrivacyEngine(PrivateLoop):
             metrics=self.metrics if plan.tests else None,
         )
         return privacy_statement(plan, self.accountant.charged, facts)
-
-    def _public(self) -> dict[str, Any]:
-        """What was declared, as statements and checkpoints hold it."""
-        units = self._units
-        each = {} if units.persons is None else {RECORDS_PER_PERSON: units.persons.records_each}
-        return {**each, **({DECLARED_SIZE: True} if units.declared else {})}
 
     def _settings(self, plan: Plan) -> dict[str, Any]:
         """What `make_private` was given, with what it has chosen."""
@@ -503,7 +515,7 @@ class PrivacyEngine(PrivateLoop):
                 "noise_multiplier": self.noise_multiplier,
                 "max_grad_norm": self._mechanism.max_grad_norm,
                 "records": self._units.size,
-                **self._public(),
+                **self._units.public,
                 "seed": self._seed,
             }
         )

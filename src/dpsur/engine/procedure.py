@@ -31,10 +31,9 @@ from dpsur.privacy.account import ACCOUNTING as EVERY_TRIAL
 from dpsur.privacy.account import PROVEN, Account
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibrate import calibrate
 from dpsur.privacy.events import CoinTest, LossTest, NonPrivate, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
-from dpsur.privacy.planning import TESTS_COST, plan_blocks
+from dpsur.privacy.planning import TESTS_COST, Request, make_plan, plan_blocks
 
 FIRST_CLIP_NORM = 1.0  # stays in force where a histogram of gradient norms shows nothing
 
@@ -48,6 +47,7 @@ class Mechanism:
             covers, else "every-trial".
         steps: the number of steps, or of accepted updates under "proven".
         epsilon: the budget; instead of `steps`, the allowance of a filter.
+        joining: how many records of one unit of privacy may join a batch, each by itself.
     """
 
     records: int
@@ -59,6 +59,7 @@ class Mechanism:
     gate: Gate | None = None
     metrics: Metrics | None = None
     accounting: str | None = None
+    joining: int = 1
 
     def __post_init__(self) -> None:
         if self.accounting is not None:
@@ -103,15 +104,16 @@ class Mechanism:
                 return update, replace(self, gate=replace(self.gate, val_noise_multiplier=test))
             assert self.metrics is not None
             return update, replace(self, metrics=replace(self.metrics, noise_multiplier=test))
-        noise = calibrate(
-            epsilon=self.epsilon,
-            delta=self.delta,
-            sample_rate=self.sample_rate,
-            updates=self._planned_steps(),
-            test=self.test(),
-            accounting=PROVEN if self.charges_accepted else EVERY_TRIAL,
-        )
-        return noise, self
+        steps, accounting = self._planned_steps(), PROVEN if self.charges_accepted else EVERY_TRIAL
+        request = Request(self._trial, None, count=steps, default_count=steps)
+        found = make_plan(request, Budget(self.epsilon, self.delta), accounting)
+        return found.update.noise_multiplier, self
+
+    def update(self, noise_multiplier: float) -> SampledGaussian:
+        return SampledGaussian(self.sample_rate, noise_multiplier, self.joining)
+
+    def _trial(self, noise_multiplier: float) -> Trial:
+        return Trial(self.update(noise_multiplier), self.test())
 
     def account(self, noise_multiplier: float) -> Account:
         if not noise_multiplier:
@@ -119,7 +121,7 @@ class Mechanism:
             return Account.from_plan(
                 plan_without_noise(self.steps, self.epsilon, self.delta, gated=gated)
             )
-        trial = Trial(SampledGaussian(self.sample_rate, noise_multiplier), self.test())
+        trial = self._trial(noise_multiplier)
         epsilon, delta = self.epsilon, self.delta
         plan = self._plan_of_blocks(noise_multiplier)
         if plan is not None:

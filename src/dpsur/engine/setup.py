@@ -18,7 +18,13 @@ from dpsur import checks
 from dpsur.engine.loader import check_loader
 from dpsur.engine.weights import check_optimizer
 from dpsur.errors import InvalidInputError, UnsupportedModelError
-from dpsur.functional.persons import DEFAULT_RECORDS, Groups, PersonRecords, number_persons
+from dpsur.functional.persons import (
+    DEFAULT_RECORDS,
+    Groups,
+    PersonRecords,
+    check_by_record,
+    number_persons,
+)
 from dpsur.per_example.model_check import refuse_complex
 from dpsur.per_example.rules import layer_fault
 from dpsur.privacy.account import ACCOUNTING
@@ -27,6 +33,13 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import NonPrivate, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import repeated_plan
+from dpsur.privacy.statement import (
+    DECLARED_SIZE,
+    PERSON,
+    RECORD,
+    RECORDS_PER_PERSON,
+    SAMPLED_BY,
+)
 
 _log = logging.getLogger("dpsur.engine")
 
@@ -131,11 +144,27 @@ class Units:
     length: int
     persons: PersonRecords | None = None
     declared: bool = False  # whether `size` was given by the user
+    by_record: bool = False  # whether records of persons are sampled one by one
 
     @cached_property
     def rate(self) -> float:
         """The probability with which each joins a batch."""
         return 1 / self.length
+
+    @property
+    def joining(self) -> int:
+        """How many that belong to one unit of privacy may join a batch, each by itself."""
+        return self.persons.records_each if self.persons and self.by_record else 1
+
+    @property
+    def public(self) -> dict[str, Any]:
+        """What was declared, as statements and checkpoints hold it."""
+        found: dict[str, Any] = {}
+        if self.persons is not None:
+            found[RECORDS_PER_PERSON] = self.persons.records_each
+        if self.by_record:
+            found[SAMPLED_BY] = RECORD
+        return {**found, DECLARED_SIZE: True} if self.declared else found
 
 
 def units_of(
@@ -143,10 +172,16 @@ def units_of(
     groups: Any = None,
     records_per_person: int | None = None,
     records: int | None = None,
+    sampling: str = PERSON,
+    *,
+    plain: bool = True,
 ) -> Units:
     """What batches of a loader are drawn from; its `batch_size` counts records, or persons."""
     dataset = cast(Any, loader.dataset)
-    persons = None
+    persons, by_record = None, sampling == RECORD
+    checks.one_of("sampling", sampling, (PERSON, RECORD))
+    if by_record:
+        check_by_record(groups, records, plain=plain)
     if groups is not None:
         if callable(groups):
             groups = [groups(dataset[row]) for row in range(len(dataset))]
@@ -158,13 +193,15 @@ def units_of(
             "each record"
         )
     held = len(dataset if persons is None else persons)
+    if persons is not None and by_record:
+        held = persons.joining
     if records is None and persons is None:
         return Units(held, held, len(loader))
     size = held if records is None else checks.whole("records", records, 1)
     share = -(-size // getattr(loader.sampler, "num_replicas", 1))
     assert loader.batch_size is not None
     whole = share // loader.batch_size if loader.drop_last else -(-share // loader.batch_size)
-    return Units(held, size, max(1, whole), persons, records is not None)
+    return Units(held, size, max(1, whole), persons, records is not None, by_record)
 
 
 # Data sets that engines of this process train on, and whether that was warned of.

@@ -433,7 +433,7 @@ class PrivateLoop:
             if batch is not self._content:
                 raise StepError("a private step was given another batch than the latest one")
             found = batch
-        elif self._units.persons is not None:
+        elif self._loader.poisson.by_person:
             raise StepError(
                 "with groups, a private step takes the batches of the private loader as they are: "
                 "only they tell whose records are whose"

@@ -82,6 +82,22 @@ class Groups:
         return int(self.person.max()) + 1
 
 
+def check_by_record(groups: Any, records: int | None, *, plain: bool) -> None:
+    """Refuse to draw records of persons one by one where that is not covered."""
+    if groups is None:
+        raise InvalidInputError("sampling record needs groups=..., the person of each record")
+    if records is None:
+        raise InvalidInputError(
+            "sampling record needs records=..., a public number: how many records there are "
+            "depends on how many each person has, which is private"
+        )
+    if not plain:
+        raise InvalidInputError(
+            "sampling record is for updates alone: a gate or paid metrics would be bounded per "
+            "record, not per person; leave them out (Dpsgd(gate='none')), or sample persons"
+        )
+
+
 def number_persons(names: Iterable[Any], records: int) -> Tensor:
     """A number for every record, the same for those of one person."""
     if isinstance(names, (str, bytes)) or not hasattr(names, "__iter__"):
@@ -164,11 +180,26 @@ class PersonRecords:
         checks.at_least_one("records_per_person", groups.records_each)
         self.records_each, self.records = groups.records_each, len(groups.person)
         counts = torch.bincount(groups.person, minlength=groups.count)
-        self._own = torch.split(torch.argsort(groups.person, stable=True), counts.tolist())
+        self._person, self._by_person = groups.person, torch.argsort(groups.person, stable=True)
+        self._own = torch.split(self._by_person, counts.tolist())
         self._some_are_left_out = int(counts.max()) > self.records_each
+        first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+        self._counts = torch.arange(self.records) - first < self.records_each
 
     def __len__(self) -> int:
         return len(self._own)
+
+    @property
+    def joining(self) -> int:
+        """How many records may join one by one."""
+        return int(self._counts.sum())
+
+    def draw_joining(self, uniform: Callable[[int], Tensor]) -> Tensor:
+        """The numbers of at most k records of every person, by so many uniform numbers."""
+        if not self._some_are_left_out:
+            return self._by_person
+        order = uniform(self.records).cpu().argsort()
+        return order[self._person[order].argsort(stable=True)][self._counts]
 
     def draw(self, persons: Tensor, uniform: Callable[[int], Tensor]) -> list[tuple[int, ...]]:
         """The numbers of the records that some persons add, by so many uniform numbers."""

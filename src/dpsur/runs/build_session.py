@@ -15,7 +15,7 @@ from dpsur.distributed.ranks import local_device, unwrap
 from dpsur.errors import InvalidInputError
 from dpsur.features import MEAN, PRIVATE, PixelScale, TableLayout
 from dpsur.functional.model_loss import is_transformers_model, model_loss
-from dpsur.functional.persons import Groups, PersonLoss, choose_records
+from dpsur.functional.persons import Groups, PersonLoss, check_by_record, choose_records
 from dpsur.functional.problem import LossFunction, Problem, drop_weights
 from dpsur.functional.records import Examples, StreamedExamples, place
 from dpsur.functional.tree import tensors_of
@@ -124,6 +124,11 @@ def build_session(
     features.check_held(train, test)
     if groups is not None:
         _check_groups(config, features, augment)
+    if config.sampling == RECORD:
+        method = config.method
+        updates_alone = isinstance(method, GradientMethod) and method.gate == "none"
+        plain = updates_alone and getattr(method, "metrics_budget", None) is None
+        check_by_record(groups, config.records, plain=plain)
     if config.records is not None:
         _check_declared_size(config, features)
     original = copy.deepcopy(config.method.adapt(model))
@@ -159,9 +164,11 @@ def build_session(
     persons = None
     if groups is not None:
         train, persons = choose_records(train, groups)
-    by_record = persons is not None and config.sampling == RECORD
+    by_record = config.sampling == RECORD
     if by_record:
-        config = _by_record(config, groups)
+        assert groups is not None
+        joining: dict[str, Any] = {"records_joining": groups.records_each}
+        config = replace(config, method=replace(config.method, **joining))
     held = len(train if persons is None or by_record else persons)
     method, plan = _settle(config, config.records or held, features)
     if config.ledger is not None:
@@ -218,25 +225,6 @@ def _check_declared_size(config: RunConfig, features: InputFeatures) -> None:
                 f"{given} uses the true number of records, and cannot be used with records=..., "
                 "which says that it is not public; leave one of them out"
             )
-
-
-def _by_record(config: RunConfig, groups: Groups | None) -> RunConfig:
-    """The config of a run that draws records of persons; refuses what is not bounded then."""
-    method = config.method
-    if config.records is None:
-        raise InvalidInputError(
-            "sampling record needs records=..., a public number: how many records there are "
-            "depends on how many each person has, which is private"
-        )
-    plain = isinstance(method, GradientMethod) and method.gate == "none"
-    if not plain or getattr(method, "metrics_budget", None) is not None:
-        raise InvalidInputError(
-            "sampling record is for updates alone: a gate or paid metrics would be bounded per "
-            "record, not per person; use Dpsgd(gate='none'), or sample persons"
-        )
-    assert groups is not None
-    joining: dict[str, Any] = {"records_joining": groups.records_each}
-    return replace(config, method=replace(method, **joining))
 
 
 def _book(config: RunConfig, plan: Plan, unit: str, train: Examples, booked: str | None) -> bytes:

@@ -224,8 +224,6 @@ def fit(
         for text in task.warnings:
             warnings.warn(text, UserWarning, stacklevel=_caller())
     loss = F.cross_entropy if loss is None else loss
-    if sampling == RECORD and groups is None:
-        raise InvalidInputError("sampling record needs groups=..., the person of each record")
     grouped = _groups(groups, records_per_person, train_set, task)
     held = None
     if holdout is not None:
