@@ -6,7 +6,7 @@ from typing import Any
 
 from dpsur.config import data_facts
 from dpsur.methods import METHODS, Method
-from dpsur.methods.dpsur import Dpsur
+from dpsur.methods.dpsgd import Dpsur
 from dpsur.presets import AUTO, Preset, preset_named
 from dpsur.tasks import TASKS
 from reproduction.presets.paper import TEMPERED_EPSILON

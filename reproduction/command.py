@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from dpsur.cli import main as library_command
 from dpsur.cli import run_command
 from dpsur.cli.parser import Parser, shown, whole_number
 from dpsur.errors import DpsurError, InvalidInputError
@@ -38,6 +39,7 @@ EXAMPLES = """\
   python -m reproduction bench-networks --help                             common networks
   python -m reproduction bench-loops --help                                your own loop
   python -m reproduction encoder --help                                    train the encoder
+  python -m reproduction dpsur train --method dpis ...                     the paper's baselines
 """
 
 
@@ -50,6 +52,8 @@ class ReproductionParser(Parser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, as `dpsur` does: 2 for bad input."""
     given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["dpsur"]:
+        return library_command(given[1:])
     parsers = {
         "bench": _bench_parser,
         "bench-networks": _network_parser,

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from dpsur.cli.run_options import ALL_GROUPS, default_of
 from dpsur.config import Intervals, Performance, RunConfig
-from dpsur.methods import METHODS
+from dpsur.methods import METHODS as REGISTERED
 from dpsur.options import Option, by_heading, declared
 from dpsur.privacy.budget import Budget
 
+METHODS = {n: kind for n, kind in REGISTERED.items() if kind.__module__.startswith("dpsur.")}
 PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 HEAD = """\
 # Options
@@ -59,6 +60,8 @@ def _section(
     for one in options:
         text = f"{one.help}{default_of(one.field) if kind == 'method' else ''}"
         names = one.field.metadata["names"]
+        if names is REGISTERED:
+            names = METHODS
         if names and kind == "run":
             text = f"one of {', '.join(names)}; {text}"
         without = [] if owners is None else [n for n in METHODS if n not in owners[one.name]]

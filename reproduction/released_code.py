@@ -20,7 +20,7 @@ from dpsur.mechanism.proposer import DpGradient, GradientProposer
 from dpsur.mechanism.state import Candidate, Gate, Procedure, Proposer, State, Verdict
 from dpsur.mechanism.streams import STEERING, VAL_BATCH, VAL_NOISE, Draws
 from dpsur.mechanism.trial import LossTestGate, Rule, Selective, either
-from dpsur.methods.dpsur import Dpsur
+from dpsur.methods.dpsgd import Dpsur
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Gaussian, LossTest, Step, Test
 from dpsur.privacy.plan import Plan

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import dpsur
+from reproduction import methods
 
 TABLE = Path(__file__).with_name("digests.json")
 RECORDS, UPDATES = 192, 6
@@ -121,14 +122,14 @@ def cases() -> Iterator[tuple[str, str, dpsur.methods.Method, dict[str, object]]
     yield "dpsur constant trials", "mlp", dpsur.Dpsur(**small, **coin), constant
     yield "dpsgd cosine", "mlp", dpsur.Dpsgd(**small, schedule="cosine"), {}
     yield "dpsgd cut short", "mlp", dpsur.Dpsgd(**small), {"max_updates": 3}
-    yield "dpsgd-ts", "mlp", dpsur.DpsgdTs(**small), {}
+    yield "dpsgd-ts", "mlp", methods.DpsgdTs(**small), {}
     yield "dpsgd-hf", "scattering", dpsur.DpsgdHf(**small), {}
     private = {"normalisation": "private", "features": "scattering"}
     yield "dpsgd private statistics", "scattering", dpsur.Dpsgd(**small), private
-    yield "dpis", "mlp", dpsur.Dpis(**small), {}
-    yield "dpis coin", "mlp", dpsur.Dpis(**small, gate="coin", accept_ratio=1.5), {}
-    yield "dpis cnn", "cnn", dpsur.Dpis(**small), {}
-    yield "dpagd", "mlp", dpsur.Dpagd(updates=UPDATES), {}
+    yield "dpis", "mlp", methods.Dpis(**small), {}
+    yield "dpis coin", "mlp", methods.Dpis(**small, gate="coin", accept_ratio=1.5), {}
+    yield "dpis cnn", "cnn", methods.Dpis(**small), {}
+    yield "dpagd", "mlp", methods.Dpagd(updates=UPDATES), {}
     yield "nonprivate", "cnn", dpsur.Nonprivate(batch_size=48, updates=UPDATES), {}
 
 

@@ -14,12 +14,13 @@ from dpsur.config import Intervals, Performance, RunConfig
 from dpsur.methods import METHODS
 from dpsur.options import declared, option
 from dpsur.privacy.budget import Budget
+from reproduction import methods
 
 CONFIGS = [
     RunConfig(),
     RunConfig("fmnist", dpsur.Dpsgd(batch_size=7), Budget(1.5, 1e-6), "every-trial"),
     RunConfig(
-        method=dpsur.Dpis(momentum=0.5),
+        method=methods.Dpis(momentum=0.5),
         network={"activation": "relu"},
         data_dir=Path("somewhere"),
         keep_fraction=0.5,

@@ -17,8 +17,7 @@ from dpsur.functional.tree import tensors_of
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.host_batches import capture_obstacle
 from dpsur.mechanism.trial import EagerLoop, Loop
-from dpsur.methods.dpsgd import Dpsgd
-from dpsur.methods.dpsur import Dpsur
+from dpsur.methods.dpsgd import Dpsgd, Dpsur
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial

@@ -11,7 +11,7 @@ from dpsur.audits.bounds import CONTRADICTED, Finding
 from dpsur.audits.canaries import gradient_canaries
 from dpsur.audits.training import ONE_RUN, ceiling
 from dpsur.mechanism.streams import INIT, SETUP, Streams
-from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur
+from dpsur.methods import Dpsgd, DpsgdHf, Dpsur
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.networks import build_network
 from dpsur.privacy.budget import Budget
@@ -22,6 +22,7 @@ from reproduction.audits.mechanism import EXACT_ONLY, UNITS, audit_exactly, audi
 from reproduction.audits.negative_controls import FAULTS, SOUND, Fault, audit_broken_training
 from reproduction.audits.repeated import PLACES, TINY, audit_repeated
 from reproduction.base import Cell, OneByOne, Options, Row
+from reproduction.methods import Dpagd, Dpis, DpsgdTs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dpsur.functional.model_loss import model_loss
     from dpsur.mechanism.api import dp_gradient, poisson_batches
     from dpsur.mechanism.gates import BlockGate, CoinGate, LossGate, Metrics
-    from dpsur.methods import Dpagd, Dpis, Dpsgd, DpsgdHf, DpsgdTs, Dpsur, Nonprivate
+    from dpsur.methods import Dpsgd, DpsgdHf, Dpsur, Nonprivate
     from dpsur.opacus.checkpoint import from_opacus
     from dpsur.per_example import EngineReport, explain
     from dpsur.per_example.api import clipped_sum, per_example_gradients
@@ -66,11 +66,8 @@ _HOMES = {
     "CoinGate": "dpsur.mechanism.gates",
     "CoinTest": "dpsur.privacy.events",
     "dp_gradient": "dpsur.mechanism.api",
-    "Dpagd": "dpsur.methods",
-    "Dpis": "dpsur.methods",
     "Dpsgd": "dpsur.methods",
     "DpsgdHf": "dpsur.methods",
-    "DpsgdTs": "dpsur.methods",
     "Dpsur": "dpsur.methods",
     "EngineReport": "dpsur.per_example",
     "explain": "dpsur.per_example",
@@ -124,11 +121,8 @@ __all__ = [
     "CoinTest",
     "DiagnosticsWarning",
     "DistributedError",
-    "Dpagd",
-    "Dpis",
     "Dpsgd",
     "DpsgdHf",
-    "DpsgdTs",
     "Dpsur",
     "DpsurError",
     "EngineReport",

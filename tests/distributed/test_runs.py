@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import dpsur
 from dpsur.methods import METHODS
+from reproduction import methods
 from tests.distributed import jobs
 from tests.methods.problems import NOISE, OPTIONS, STEPS, settled
 
@@ -20,7 +21,7 @@ KINDS = {
         dpsur.Dpsgd(**NOISE, updates=20, optimizer="adam", average_decay=0.9),
         "proven",
     ),
-    "dpsgd-ts": (dpsur.DpsgdTs(**NOISE, updates=20), "proven"),
+    "dpsgd-ts": (methods.DpsgdTs(**NOISE, updates=20), "proven"),
     "dpsur with a coin": (
         dpsur.Dpsur(**NOISE, val_batch_size=7, gate="coin", accept_ratio=1.5, updates=15),
         "proven",

@@ -34,14 +34,15 @@ from dpsur.mechanism.rate_choice import (
 from dpsur.mechanism.rate_search import Displacement, RateSearch
 from dpsur.mechanism.streams import NOISE, VAL_NOISE, Draws, Stream, Streams
 from dpsur.mechanism.trial import has_next, make_trial, start, train
-from dpsur.methods import Dpis, Dpsgd, Dpsur
-from dpsur.methods.dpis import ImportanceGradient
+from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.accountants.rdp import sampled_gaussian_rdp
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import cheapest_test
+from reproduction.methods import Dpis
+from reproduction.methods.dpis import ImportanceGradient
 from tests.conftest import blobs, small_model
 from tests.mutants import Mutant, law_tests
 from tests.statistics import assert_standard_deviation

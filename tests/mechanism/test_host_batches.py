@@ -28,11 +28,12 @@ from dpsur.mechanism.gaussian import exact_batch, padded_batch
 from dpsur.mechanism.host_batches import SLOTS, HostBatches, capture_obstacle
 from dpsur.mechanism.streams import BATCH, VAL_BATCH, Streams
 from dpsur.mechanism.trial import Progress, make_trial, run_loop, start, train
-from dpsur.methods import Dpagd, Dpsgd, Dpsur
+from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import EngineReport
 from dpsur.privacy.budget import Budget
 from dpsur.runs.data import as_examples
 from dpsur.runs.session import Session
+from reproduction.methods import Dpagd
 from tests.conftest import StopAt, blobs, small_model
 
 CPU = torch.device("cpu")

@@ -66,8 +66,9 @@ def test_every_method_has_a_short_setting():
 
 def test_every_method_is_in_reach():
     for method in METHODS.values():
-        assert getattr(dpsur, method.__name__) is method
-        assert method.__name__ in dir(dpsur)
+        if method.__module__.startswith("dpsur."):
+            assert getattr(dpsur, method.__name__) is method
+            assert method.__name__ in dir(dpsur)
 
 
 @pytest.mark.parametrize(("name", "accounting"), CASES)

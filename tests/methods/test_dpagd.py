@@ -16,11 +16,11 @@ from dpsur.mechanism import gaussian, proposer
 from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import make_trial, start, train
-from dpsur.methods import Dpagd, dpagd
-from dpsur.methods.dpagd import AdaptiveSteps, exponential_mechanism
 from dpsur.privacy.accountants.proven import event_divergence
 from dpsur.privacy.events import NoisyChoice, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
+from reproduction.methods import Dpagd, dpagd
+from reproduction.methods.dpagd import AdaptiveSteps, exponential_mechanism
 from tests.conftest import stream
 from tests.methods.problems import CPU, SIZE, assert_same, bound
 from tests.mutants import Mutant, law_tests

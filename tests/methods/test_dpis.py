@@ -18,8 +18,6 @@ from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.state import State
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import Selective, make_trial, start, train
-from dpsur.methods import Dpis
-from dpsur.methods.dpis import ImportanceGradient, price_of_an_update
 from dpsur.per_example import GradientBudget, clipped_norms, clipped_sum
 from dpsur.per_example import contributions as factors
 from dpsur.per_example.clipping import strategy_for
@@ -29,6 +27,8 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Menu, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import Request, make_plan
+from reproduction.methods import Dpis
+from reproduction.methods.dpis import ImportanceGradient, price_of_an_update
 from tests.conftest import blobs, small_model
 from tests.methods.problems import BUDGET, CPU, SIZE, bound, settled
 from tests.mutants import Mutant, law_tests

@@ -9,6 +9,7 @@ from dpsur.mechanism.trial import make_trial, start, train
 from dpsur.methods import gradient_method
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.runs.verification import verify
+from reproduction import methods
 from tests.methods.problems import BUDGET, NOISE, SIZE, STEPS, assert_same, bound, fit
 from tests.methods.test_contract import own_cache  # noqa: F401
 
@@ -32,14 +33,14 @@ def steered():
     def run(accounting, options):
         key = (accounting, options["gate"])
         if key not in known:
-            known[key] = fit(dpsur.Dpis(**STEERED, **options), accounting)
+            known[key] = fit(methods.Dpis(**STEERED, **options), accounting)
         return known[key]
 
     return run
 
 
 @pytest.mark.parametrize(("accounting", "options"), CASES, ids=IDS)
-@pytest.mark.parametrize("method", [dpsur.DpsgdTs, dpsur.DpsgdHf], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [methods.DpsgdTs, dpsur.DpsgdHf], ids=lambda m: m.name)
 def test_a_gate_in_front_of_fixed_steps(method, accounting, options, tmp_path):
     run = fit(method(**NOISE, **options), accounting)
     ledger, key = run.private.ledger, accounting.replace("-", "_")
@@ -97,7 +98,7 @@ class Never:
 def test_a_rejected_trial_leaves_the_state_as_it_was(accounting, monkeypatch):
     """Memory and all: only the released sum of norms changes it."""
     count = {"updates": 4} if accounting == "proven" else {"trials": 8}
-    method = dpsur.Dpis(**STEERED, **LOSS, **count, average_decay=0.9)
+    method = methods.Dpis(**STEERED, **LOSS, **count, average_decay=0.9)
     monkeypatch.setattr(gradient_method, "make_rule", lambda *_: Never())
     procedure, plan = bound(method, accounting)
     progress, verdict = make_trial(procedure, plan, STREAMS, start(procedure))
@@ -119,7 +120,7 @@ def test_a_rejected_trial_leaves_the_state_as_it_was(accounting, monkeypatch):
 
 def test_nothing_is_released_when_the_cap_comes_first(monkeypatch):
     monkeypatch.setattr(gradient_method, "make_rule", lambda *_: Never())
-    procedure, plan = bound(dpsur.Dpis(**STEERED, **COIN))
+    procedure, plan = bound(methods.Dpis(**STEERED, **COIN))
     with pytest.raises(dpsur.NothingReleasedError, match="trials came before 4 accepted updates"):
         train(procedure, plan, STREAMS)
 
@@ -127,15 +128,15 @@ def test_nothing_is_released_when_the_cap_comes_first(monkeypatch):
 @pytest.mark.parametrize("accounting", ["every-trial"])
 def test_momentum_may_be_kept_where_every_trial_is_charged(accounting):
     options = {**STEERED, **LOSS, "trials": 8, "on_reject": "keep-momentum"}
-    procedure, plan = bound(dpsur.Dpis(**options), accounting)
+    procedure, plan = bound(methods.Dpis(**options), accounting)
     assert plan.on_reject == "keep-momentum"
     assert train(procedure, plan, STREAMS).ledger.trials == 8
     with pytest.raises(dpsur.InvalidInputError, match="keep-momentum is not covered by the proven"):
-        dpsur.Dpis(**{**options, "trials": None, "updates": 4}).resolve(SIZE, BUDGET, "proven")
+        methods.Dpis(**{**options, "trials": None, "updates": 4}).resolve(SIZE, BUDGET, "proven")
 
 
 def test_the_coin_is_refused_where_verdicts_are_outputs():
-    for method in (dpsur.Dpis, dpsur.DpsgdTs, dpsur.DpsgdHf):
+    for method in (methods.Dpis, methods.DpsgdTs, dpsur.DpsgdHf):
         with pytest.raises(dpsur.InvalidInputError, match="coin gate is not covered by the every"):
             method(**STEPS, gate="coin").resolve(SIZE, BUDGET, "every-trial")
 
@@ -145,7 +146,7 @@ def test_tests_that_spend_everything_are_refused_before_the_first_step():
     options = {"gate": "loss", "val_noise_multiplier": 1.4, "val_batch_size": 20}
     options = {**STEERED, **options, "norm_noise_multiplier": 2.5}
     with pytest.raises(dpsur.BudgetError, match="tests of candidates spend the whole budget"):
-        bound(dpsur.Dpis(**options, trials=8), "every-trial")
+        bound(methods.Dpis(**options, trials=8), "every-trial")
 
 
 def test_a_learning_rate_that_equals_the_default_is_tried_by_the_gate_block():

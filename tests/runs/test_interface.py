@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import dpsur
 from dpsur.cli import main
 from dpsur.functional.records import Examples
+from reproduction import methods
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)
@@ -72,7 +73,7 @@ def test_every_public_object_prints_short():
     assert run.statement["guarantee"]["delta"] == 1e-4
 
 
-KINDS = (dpsur.Dpsur, dpsur.Dpsgd, dpsur.DpsgdTs, dpsur.DpsgdHf, dpsur.Dpis, dpsur.Dpagd)
+KINDS = (dpsur.Dpsur, dpsur.Dpsgd, methods.DpsgdTs, dpsur.DpsgdHf, methods.Dpis, methods.Dpagd)
 
 
 # --- 24: evaluation mode --------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from dpsur.privacy.texts import TEXTS
 from dpsur.runs import build_session as building
 from dpsur.runs.build_session import build_session
 from dpsur.runs.verification import statement_faults
+from reproduction import methods
 from tests.mutants import Mutant, law_tests
 
 MOST, CLIP = 3, 0.5
@@ -499,7 +500,7 @@ BAD = [
     ),
     ({"sampling": "record"}, "needs groups"),
     ({"records": 20, "holdout": 0.5}, "true number of records"),
-    ({"records": 20, "method": dpsur.Dpis(updates=2, batch_size=4)}, "true number of records"),
+    ({"records": 20, "method": methods.Dpis(updates=2, batch_size=4)}, "true number of records"),
     ({"groups": [0, 1]}, "2 records"),
     ({"groups": "who"}, "groups must name"),
     ({"groups": [None] * 12}, "belong to nobody"),

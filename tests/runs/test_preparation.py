@@ -19,6 +19,7 @@ from dpsur.privacy.events import Gaussian, feature_mean_noise
 from dpsur.runs.checkpoint import FILE_NAME, load_statistics
 from dpsur.runs.input_features import InputFeatures, compute_inputs, like_features
 from dpsur.runs.verification import _setup_faults, verify
+from reproduction import methods
 from tests.conftest import StopAt
 from tests.methods.problems import BUDGET, CPU, NOISE, SIZE, linear_on_scattering, tiny_images
 
@@ -123,7 +124,7 @@ def test_private_statistics_are_paid_for(tmp_path):
 
 
 def test_an_adaptive_method_pays_from_its_allowance():
-    method = dpsur.Dpagd(batch_size=20, updates=3)
+    method = methods.Dpagd(batch_size=20, updates=3)
     run = fit(normalisation="private", method=method)
     assert run.plan.setup == CHARGED
     assert run.plan.left_after_setup() < run.plan.filter.allowance

@@ -9,11 +9,11 @@ from dpsur.config import Performance, RunConfig
 from dpsur.functional.records import HostExamples, place
 from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.streams import BATCH, Streams
-from dpsur.methods.dpis import Dpis
 from dpsur.privacy.texts import TEXTS
 from dpsur.runs.build_session import build_session
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import execute
+from reproduction.methods.dpis import Dpis
 from tests.conftest import blobs, small_model
 from tests.runs.test_fit import BUDGET, COIN, quick_fit, weights
 

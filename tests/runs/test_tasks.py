@@ -25,6 +25,7 @@ from dpsur.runs.tasks import (
     with_features,
 )
 from dpsur.tasks import TASKS
+from reproduction import methods
 from tests.conftest import blobs
 from tests.methods.problems import BUDGET, CPU, NOISE, tiny_images
 from tests.statistics import assert_frequency
@@ -199,7 +200,7 @@ def test_features_can_be_computed_beforehand_and_shared(images):
 
 
 def test_a_method_changes_the_network_of_a_task(images):
-    method = dpsur.DpsgdTs(**NOISE, updates=1, activation_scale=1.5)
+    method = methods.DpsgdTs(**NOISE, updates=1, activation_scale=1.5)
     run = trained(images, method=method, features="pixels")
     found = [layer for layer in run.model.modules() if isinstance(layer, TemperedSigmoid)]
     assert len(found) == 3
@@ -242,7 +243,7 @@ def test_a_limit_of_updates(points):
     assert trained(points, max_updates=2).private.ledger.updates == 2
 
 
-@pytest.mark.parametrize("method", [dpsur.Dpagd(batch_size=20, updates=3), METHOD])
+@pytest.mark.parametrize("method", [methods.Dpagd(batch_size=20, updates=3), METHOD])
 def test_normalisation_needs_channels(points, method):
     with pytest.raises(InvalidInputError, match="normalisation private needs channels"):
         trained(points, method=method, normalisation="private")

@@ -5,6 +5,7 @@ import math
 import pytest
 
 import dpsur
+from reproduction import methods
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)
@@ -41,7 +42,7 @@ def test_the_clip_of_losses_belongs_to_their_gate():
     with pytest.raises(dpsur.InvalidInputError, match="loss_clip 0.5 belongs to the gate loss"):
         dpsur.Dpsur(gate="coin", loss_clip=0.5)
     with pytest.raises(dpsur.InvalidInputError, match="loss_clip 0.5.*the gate none"):
-        dpsur.Dpis(loss_clip=0.5)
+        methods.Dpis(loss_clip=0.5)
     with pytest.raises(dpsur.InvalidInputError, match="accept_ratio 2.0 belongs to the gate coin"):
         dpsur.Dpsur(accept_ratio=2.0, loss_clip=0.5)
     assert dpsur.Dpsur(loss_clip=0.5).resolve(4000, BUDGET, "proven")[0].gate == "loss"

@@ -24,8 +24,7 @@ from dpsur.mechanism.cuda_graphs import capture_graph
 from dpsur.mechanism.state import Procedure
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import Progress, make_trial, start, updates_in_place
-from dpsur.methods.dpsgd import Dpsgd
-from dpsur.methods.dpsur import Dpsur
+from dpsur.methods.dpsgd import Dpsgd, Dpsur
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.per_example import clipped_sum, engine_report
 from dpsur.privacy.budget import Budget

@@ -1,16 +1,12 @@
-"""The training methods, by name. A method is registered by being listed here."""
+"""The training methods, by name. A custom method is registered by adding it to `METHODS`."""
 
 from dpsur.errors import InvalidInputError
 from dpsur.methods.base import Method
-from dpsur.methods.dpagd import Dpagd
-from dpsur.methods.dpis import Dpis
-from dpsur.methods.dpsgd import Dpsgd, DpsgdHf
-from dpsur.methods.dpsgd_ts import DpsgdTs
-from dpsur.methods.dpsur import Dpsur
+from dpsur.methods.dpsgd import Dpsgd, DpsgdHf, Dpsur
 from dpsur.methods.nonprivate import Nonprivate
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (Dpsur, Dpsgd, DpsgdTs, DpsgdHf, Dpis, Dpagd, Nonprivate)
+    method.name: method for method in (Dpsur, Dpsgd, DpsgdHf, Nonprivate)
 }
 
 
@@ -26,11 +22,8 @@ def method_named(name: str) -> type[Method]:
 
 __all__ = [
     "METHODS",
-    "Dpagd",
-    "Dpis",
     "Dpsgd",
     "DpsgdHf",
-    "DpsgdTs",
     "Dpsur",
     "Method",
     "Nonprivate",

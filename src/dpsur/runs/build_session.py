@@ -20,7 +20,7 @@ from dpsur.functional.problem import LossFunction, Problem, drop_weights
 from dpsur.functional.records import Examples, StreamedExamples, place
 from dpsur.functional.tree import tensors_of
 from dpsur.mechanism.streams import Streams, prepare_kernels
-from dpsur.methods import Dpsgd, DpsgdTs, Dpsur, Method
+from dpsur.methods import Dpsgd, Dpsur, Method
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.per_example import check_model
 from dpsur.per_example.augmentation import Augment, check_augmentation
@@ -215,7 +215,7 @@ def _check_declared_size(config: RunConfig, features: InputFeatures) -> None:
     """Refuse by name what would be computed from, or would show, the true number of records."""
     name = config.method.name
     refused = {
-        f"method {name}": name not in (Dpsgd.name, Dpsur.name, DpsgdTs.name),
+        f"method {name}": name not in (Dpsgd.name, Dpsur.name),
         "holdout": config.holdout is not None,
         f"normalisation {features.kind}": features.kind in (PRIVATE, MEAN),
     }

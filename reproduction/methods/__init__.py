@@ -1,0 +1,15 @@
+"""The methods that the paper compares DPSUR with: reconstructions, and tempered sigmoids.
+
+Importing `reproduction` registers them beside those of the library, so that experiments,
+`python -m reproduction dpsur ...` and the verification of their releases find them by name.
+"""
+
+from dpsur.methods import METHODS
+from reproduction.methods.dpagd import Dpagd
+from reproduction.methods.dpis import Dpis
+from reproduction.methods.dpsgd_ts import DpsgdTs
+
+for method in (DpsgdTs, Dpis, Dpagd):
+    METHODS[method.name] = method
+
+__all__ = ["Dpagd", "Dpis", "DpsgdTs"]
