@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,6 +15,7 @@ from dpsur.cli import run_command
 from dpsur.cli.parser import Parser, shown, whole_number
 from dpsur.errors import DpsurError, InvalidInputError
 from reproduction.base import Experiment, Options
+from reproduction.grid_options import LIMITS, add_part_options, part_of_grid
 from reproduction.index_page import index_page
 from reproduction.registry import EXPERIMENTS, experiment_named
 from reproduction.runner import Filled, fill, look_up, render, rows_file
@@ -29,8 +31,7 @@ PROGRAM = "reproduction"
 ROOT = Path(__file__).parent.parent
 THREADS = "OMP_NUM_THREADS"
 WHOLE = (0, 1)  # the one part of a grid that is not shared
-MOST_SEEDS, MOST_JOBS = 10_000, 1_000
-LIMITS = {"tasks": str, "arms": str, "epsilons": float}
+MOST_JOBS = 1_000
 EXAMPLES = """\
   python -m reproduction acceptance gate-density truncation trajectory     under a minute
   python -m reproduction all --render-only                                 draw from rows
@@ -40,6 +41,7 @@ EXAMPLES = """\
   python -m reproduction bench-loops --help                                your own loop
   python -m reproduction encoder --help                                    train the encoder
   python -m reproduction dpsur train --method dpis ...                     the paper's baselines
+  python -m reproduction queue --help                                      a list, in limited time
 """
 
 
@@ -59,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bench-networks": _network_parser,
         "bench-loops": _loop_parser,
         "encoder": _encoder_parser,
+        "queue": _queue_parser,
     }
     for name, parser in parsers.items():
         if given[:1] == [name]:
@@ -102,6 +105,15 @@ def _encoder_parser(given: Sequence[str]) -> Parser:
     return parser
 
 
+def _queue_parser(given: Sequence[str]) -> Parser:
+    del given
+    from reproduction import queue
+
+    parser = ReproductionParser(prog=f"python -m {PROGRAM} queue")
+    queue.set_up(parser)
+    return parser
+
+
 def _parser(given: Sequence[str]) -> Parser:
     del given
     parser = ReproductionParser(prog=f"python -m {PROGRAM}")
@@ -113,12 +125,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = DESCRIPTION
     parser.epilog = f"experiments:\n{_listing()}\n\nexamples:\n{EXAMPLES}"
-    parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help="experiments to make, in this order, or: all (listed below)",
-    )
+    add_part_options(parser)
     parser.add_argument("--list", action="store_true", help="list the experiments and stop")
     parser.add_argument(
         "--results", default="results", metavar="DIR", help="folder of the rows (default: results)"
@@ -131,12 +138,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--render-only", action="store_true", help="render from the rows that are there"
-    )
-    parser.add_argument(
-        "--seeds",
-        type=_seeds,
-        metavar="LIST",
-        help="seeds of repeated runs, such as 0-4 or 1,3 (default: the experiment's own)",
     )
     parser.add_argument(
         "--device",
@@ -162,15 +163,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--claims", type=Path, help=argparse.SUPPRESS
     )  # between processes of --jobs
-    for limit, kind in LIMITS.items():
-        parser.add_argument(
-            f"--{limit}",
-            nargs="+",
-            default=(),
-            type=kind,
-            metavar=limit[:-1].upper(),
-            help=f"limit a grid of runs to these {limit}",
-        )
     parser.set_defaults(run=run)
 
 
@@ -228,13 +220,10 @@ def _has_no_rows(experiment: Experiment, options: argparse.Namespace) -> bool:
 
 
 def _asked(options: argparse.Namespace) -> Options:
-    return Options(
-        seeds=options.seeds,
+    return replace(
+        part_of_grid(options),
         device=options.device,
         shard=options.shard,
-        tasks=tuple(options.tasks),
-        arms=tuple(options.arms),
-        epsilons=tuple(options.epsilons),
         results=Path(options.results),
         claims=options.claims,
     )
@@ -315,27 +304,6 @@ def _shared(environment: Mapping[str, str], jobs: int) -> dict[str, str]:
 def _listing() -> str:
     width = max(map(len, EXPERIMENTS))
     return "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in EXPERIMENTS.items())
-
-
-def _seeds(value: str) -> tuple[int, ...]:
-    """Read a list of seeds and ranges of seeds."""
-    found: list[int] = []
-    try:
-        for part in value.split(","):
-            first, _, last = part.partition("-")
-            start, stop = whole_number(first), whole_number(last or first) + 1
-            if stop - start > MOST_SEEDS - len(found):
-                raise argparse.ArgumentTypeError(
-                    f"{shown(value)} names more than {MOST_SEEDS} seeds"
-                )
-            found += range(start, stop)
-    except ValueError:
-        found = []
-    if not found:
-        raise argparse.ArgumentTypeError(
-            f"{shown(value)} is not a list of seeds such as 0-4 or 1,3"
-        )
-    return tuple(dict.fromkeys(found))
 
 
 def _count(value: str) -> int:

@@ -85,6 +85,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.ablation",
         "one hyper-parameter of DPSUR at a time, on CIFAR-10 (GPU, half an hour)",
     ),
+    "ts-noise": (
+        "reproduction.experiments.ts_noise",
+        "DPSGD-TS on CIFAR-10 at epsilon 1 and 2, over the noise (GPU minutes)",
+    ),
     "robustness": (
         "reproduction.experiments.robustness",
         "accuracy against the learning rate, selective and plain (GPU minutes)",

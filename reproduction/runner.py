@@ -1,7 +1,7 @@
 """Fill the missing cells of an experiment, and render what is filled."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,18 +44,24 @@ def fill(
         return 0
     path = rows_file(experiment, results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _drop_torn_line(path)
+    drop_torn_line(path)
     missing = look_up(experiment, path, options).missing
-    awaited = {experiment.key(cell) for cell in missing}
     count = 0
-    for count, row in enumerate(experiment.make(missing, options), start=1):
+    for count, line in enumerate(made_lines(experiment, missing, options), start=1):
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+        on_row(count, len(missing))
+    return count
+
+
+def made_lines(experiment: Experiment, cells: Sequence[Cell], options: Options) -> Iterator[str]:
+    """Measure these cells; each row as the line of a file, with how it was made."""
+    awaited = {experiment.key(cell) for cell in cells}
+    for row in experiment.make(cells, options):
         line = json.dumps({"experiment": experiment.name, **row, **provenance()})
         # Otherwise the row would not be found next time, and be measured again for ever.
         assert experiment.key(json.loads(line)) in awaited, f"this row fills no cell: {line}"
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-        on_row(count, len(missing))
-    return count
+        yield line + "\n"
 
 
 def render(experiment: Experiment, filled: Filled, out: Path) -> list[Path]:
@@ -68,7 +74,7 @@ def render(experiment: Experiment, filled: Filled, out: Path) -> list[Path]:
     return [path for artifact in experiment.render(filled.rows) for path in artifact.write(out)]
 
 
-def _drop_torn_line(path: Path) -> None:
+def drop_torn_line(path: Path) -> None:
     """Cut off what an interrupted write left behind, so that the next row starts a line."""
     if not path.exists():
         return

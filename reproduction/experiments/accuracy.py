@@ -25,7 +25,7 @@ from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Options, Row
 from reproduction.experiments.accuracy_pages import draw_accuracy, extra_pages, has_points
 from reproduction.experiments.paper_figures import figure_pages, state_page
-from reproduction.experiments.sixteen import sixteen_pages
+from reproduction.experiments.sixteen import plain_arm, sixteen_pages
 from reproduction.presets.settings import EPSILONS
 from reproduction.training import TrainingCell, TrainingGrid, mean_and_spread
 
@@ -100,7 +100,8 @@ class Accuracy(TrainingGrid):
             for epsilon in EPSILONS:
                 for method in METHOD_ARMS:
                     if applies(method.name, task) and (method.name != "nonprivate" or epsilon == 1):
-                        yield from _seeds(task, method.name, epsilon, seeds or FEW)
+                        few = MANY if method.name == plain_arm(task) else FEW
+                        yield from _seeds(task, method.name, epsilon, seeds or few)
         for epsilon in EPSILONS:
             yield from _seeds("imdb", RELEASED_COMMANDS.name, epsilon, seeds or MANY)
             yield from _seeds("imdb", RELEASED_NETWORK.name, epsilon, seeds or MANY)

@@ -65,7 +65,7 @@ def test_shards_make_the_grid_once(no_training, tmp_path, capsys):
         count = int(out.split(" rows, ")[1].split(" of them new")[0])
         made.append(count)
     assert min(made) > 0
-    assert sum(made) == len(wanted) == 2 * 5 + 2 * 3
+    assert sum(made) == len(wanted) == 4 * 5
     found = keys(path)
     assert len(found) == len(set(found))  # no cell was made twice
     assert set(found) == set(wanted)
