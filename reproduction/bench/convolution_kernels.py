@@ -19,7 +19,6 @@ from torch import Tensor
 from dpsur.mechanism.cuda_graphs import capture_graph
 from dpsur.per_example.contributions import Factors
 from dpsur.per_example.kernels.convolution import Geometry, _input_gradient, from_patches
-from dpsur.per_example.kernels.cuda_per_example import fused_gradients
 from dpsur.per_example.kernels.cuda_weight_grad import summed_gradient
 from dpsur.per_example.rules.patches import Window, inner_products, instantiate, patches
 
@@ -67,7 +66,6 @@ def ways_of(
         },
         "per-example gradients": {
             "patches": lambda: instantiate(inputs, outputs, window, 1),
-            "fused": lambda: fused_gradients(inputs, outputs, window),
         },
     }
     if max(geometry.strides) == 1:

@@ -14,12 +14,11 @@ from dpsur.functional.records import Examples
 from dpsur.per_example import clipped_sum
 from dpsur.per_example.clipping import Engine, strategy_for
 from dpsur.per_example.kernels import convolution as kernels
-from dpsur.per_example.kernels.cuda_per_example import fused_gradients
 from dpsur.per_example.kernels.cuda_weight_grad import blocks_for, summed_gradient
 from dpsur.per_example.kernels.nvrtc import SlowerWarning, compile_kernel, warn_slower
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.rules import patches
-from dpsur.per_example.rules.patches import Window, instantiate
+from dpsur.per_example.rules.patches import Window
 from tests.per_example.test_gradient_rules import clipped, gradients
 
 convolution = sys.modules["dpsur.per_example.rules.convolution"]  # not the rule of that name
@@ -131,28 +130,6 @@ def test_shapes_decide(monkeypatch):
 SAME = Window((3, 3), (1, 1), (1, 1), (1, 1))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("channels", "height", "side", "window"),
-    [
-        (32, 32, 32, SAME),
-        (64, 96, 16, SAME),
-        (32, 64, 14, Window((3, 3), (1, 1), (1, 1), (0, 0))),
-        (32, 32, 40, Window((2, 4), (1, 1), (1, 1), (1, 2))),
-        (32, 32, 16, Window((1, 1), (1, 1), (1, 1), (0, 0))),
-    ],
-)
-def test_the_fused_kernel_gives_the_gradients_that_patches_give(channels, height, side, window):
-    device = torch.device("cuda")
-    inputs = torch.randn(5, channels, side, side, device=device, dtype=torch.float64)
-    sides = [side + 2 * m - n + 1 for n, m in zip(window.sizes, window.margins, strict=True)]
-    outputs = torch.randn(5, height, *sides, device=device, dtype=torch.float64)
-    exact = instantiate(inputs, outputs, window, 1)
-    found = fused_gradients(inputs.float(), outputs.float(), window)
-    assert found is not None
-    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4 * max(sides))
-
-
 @pytest.mark.parametrize("error", [RuntimeError, OSError, ImportError, AttributeError, TypeError])
 def test_patches_remain_where_the_kernel_cannot_be_compiled(error, monkeypatch):
     """PyTorch's compiler imports setuptools, looks for a toolkit and loads libraries by name."""
@@ -188,17 +165,6 @@ def test_the_kernel_is_compiled_with_and_without_a_toolkit(home, monkeypatch):
     compile_kernel.cache_clear()
     assert home is None or any(home in path for path in seen[0])
     assert home == cpp_extension.CUDA_HOME
-
-
-def test_there_is_no_fused_kernel_where_it_does_not_fit():
-    inputs, outputs = torch.randn(2, 32, 16, 16), torch.randn(2, 32, 16, 16)
-    assert fused_gradients(inputs, outputs, SAME) is None  # on the CPU
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    for narrow in (inputs[:, :31], inputs[:0]):
-        assert fused_gradients(narrow.to(device), outputs[: len(narrow)].to(device), SAME) is None
-    strided = Window((3, 3), (2, 2), (1, 1), (1, 1))
-    assert fused_gradients(inputs.to(device), outputs[..., :8, :8].to(device), strided) is None
-    assert fused_gradients(inputs.to(device).double(), outputs.to(device).double(), SAME) is None
 
 
 def test_what_blocks_leave_behind_takes_no_more_than_the_inputs():

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from dpsur.per_example.kernels import nvrtc as compiler
-from dpsur.per_example.kernels.cuda_per_example import fused_gradients
 from dpsur.per_example.kernels.cuda_weight_grad import summed_gradient
 from dpsur.per_example.rules.patches import Window, instantiate
 from tests.per_example.emulation import Emulated
 
-FLOATS = ("float*", "float*", "float*")
-PARAMETERS = {"per_example": FLOATS, "summed": (*FLOATS, "int")}
+PARAMETERS = {"summed": ("float*", "float*", "float*", "int")}
 
 
 @pytest.fixture
@@ -34,34 +32,6 @@ def on_the_cpu(monkeypatch, tmp_path):
     compiler.compile_kernel.cache_clear()
     yield sources
     compiler.compile_kernel.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("channels", "height", "sides", "window"),
-    [
-        (32, 32, (12, 12), Window((3, 3), (1, 1), (1, 1), (1, 1))),
-        (64, 32, (13, 17), Window((2, 4), (1, 1), (1, 1), (0, 2))),
-        (32, 64, (14, 12), Window((1, 1), (1, 1), (1, 1), (0, 0))),
-        (32, 32, (12, 40), Window((3, 2), (1, 1), (1, 1), (2, 3))),
-    ],
-)
-def test_the_fused_kernel_gives_the_gradients_that_patches_give(
-    channels, height, sides, window, on_the_cpu
-):
-    torch.manual_seed(0)
-    inputs = torch.randn(2, channels, *sides)
-    places = [
-        side + 2 * margin - size + 1
-        for side, margin, size in zip(sides, window.margins, window.sizes, strict=True)
-    ]
-    outputs = torch.randn(2, height, *places)
-    found = fused_gradients(inputs, outputs, window)
-    assert found is not None
-    assert len(on_the_cpu) == 1
-    exact = instantiate(inputs.double(), outputs.double(), window, 1)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-3)
-    shifted = instantiate(inputs.roll(1, -1).double(), outputs.double(), window, 1)
-    assert not torch.allclose(found.double(), shifted, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ from dpsur.per_example.rules.normalization import (
     layer_norm_map,
     rms_norm_map,
 )
-from dpsur.per_example.rules.transposed_convolution import transposed_convolution_map
 from dpsur.per_example.tape import NotSupportedError, Slot, Tape
 
 _TRANSPOSES = frozenset({"t", "mT", "T"})
@@ -248,9 +247,6 @@ OPERATION_RULES: dict[Any, Callable[..., Any]] = {
     F.conv1d: partial(_convolution, 1),
     F.conv2d: partial(_convolution, 2),
     F.conv3d: partial(_convolution, 3),
-    F.conv_transpose1d: transposed_convolution_map,
-    F.conv_transpose2d: transposed_convolution_map,
-    F.conv_transpose3d: transposed_convolution_map,
     F.layer_norm: layer_norm_map,
     F.group_norm: group_norm_map,
     F.rms_norm: rms_norm_map,

@@ -598,11 +598,11 @@ def fold_of(values: Tensor, least_rank: int) -> Fold:
 
 def _least_rank(module: nn.Module) -> int:
     """The rank of a layer's input without a batch dimension."""
-    if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
+    if isinstance(module, nn.Conv1d):
         return 2
-    if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d, nn.MaxPool2d)):
+    if isinstance(module, (nn.Conv2d, nn.MaxPool2d)):
         return 3
-    if isinstance(module, (nn.Conv3d, nn.ConvTranspose3d)):
+    if isinstance(module, nn.Conv3d):
         return 4
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return len(module.normalized_shape)
@@ -694,9 +694,6 @@ _RANKS = {
     F.conv1d: 2,
     F.conv2d: 3,
     F.conv3d: 4,
-    F.conv_transpose1d: 2,
-    F.conv_transpose2d: 3,
-    F.conv_transpose3d: 4,
 }
 
 

@@ -1,4 +1,4 @@
-"""The element-wise part of recurrent layers on a GPU: one kernel for a time and none between."""
+"""The element-wise part of an LSTM on a GPU: one kernel for a time and none between."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,33 +10,21 @@ from torch import Tensor
 from dpsur.per_example.kernels.fused import kernels_for, on_device
 
 
-def _recurrent(*values: Tensor) -> Any:
-    """The kernels, if they can work on these tensors."""
-    if kernels_for(*values) is None:
-        return None
-    from dpsur.per_example.kernels import triton_recurrent
+class LstmCells:
+    """The element-wise part of an LSTM, on tensors of `rules/recurrent.py`.
 
-    return triton_recurrent
-
-
-class _Cells:
-    """Tensors of `rules/recurrent.py`, (directions, times, rows, ...), and the sizes of kernels.
-
-    `active` holds the gates, `states` has one time more than `by_time`.
+    Gates, cells and squashed cells have the shape (directions, times, rows, ...); cells have one
+    time more.
     """
 
     _BLOCK = 256
 
-    def __init__(self, kernels: Any, active: Tensor, states: Tensor, by_time: Tensor) -> None:
-        self._kernels, self._active, self._states, self._by_time = kernels, active, states, by_time
-        directions, _, rows, width = by_time.shape
+    def __init__(self, kernels: Any, active: Tensor, cells: Tensor, squashed: Tensor) -> None:
+        self._kernels, self._active, self._states, self._by_time = kernels, active, cells, squashed
+        directions, _, rows, width = squashed.shape
         count = directions * rows * width
-        self._sizes = rows, width, active.stride(0), states.stride(0), by_time.stride(0), count
+        self._sizes = rows, width, active.stride(0), cells.stride(0), squashed.stride(0), count
         self._grid = (-(-count // self._BLOCK),)
-
-
-class LstmCells(_Cells):
-    """The element-wise part of an LSTM: gates, cells and squashed cells."""
 
     def forward(self, time: int, gates: Tensor, recurrent: Tensor, states: Tensor) -> None:
         """From gates before activation, given in two parts, to the next states."""
@@ -74,58 +62,11 @@ class LstmCells(_Cells):
 
 def lstm_cells(active: Tensor, cells: Tensor, squashed: Tensor) -> LstmCells | None:
     """One kernel per time of an LSTM, or None."""
-    kernels = _recurrent(active, cells, squashed)
-    return None if kernels is None else LstmCells(kernels, active, cells, squashed)
+    if kernels_for(active, cells, squashed) is None:
+        return None
+    from dpsur.per_example.kernels import triton_recurrent
 
-
-class GruCells(_Cells):
-    """The element-wise part of a GRU: gates, states and what is recalled of them."""
-
-    def forward(self, time: int, gates: Tensor, recurrent: Tensor, bias: Tensor) -> None:
-        """From gates before activation, given in two parts and a bias, to the next states."""
-        with on_device(gates):
-            self._kernels.gru_cell[self._grid](
-                gates[:, time],
-                recurrent,
-                bias,
-                self._states[:, time],
-                self._active[:, time],
-                self._by_time[:, time],
-                self._states[:, time + 1],
-                *self._sizes,
-                BLOCK=self._BLOCK,
-            )
-
-    def backward(
-        self,
-        time: int,
-        outputs: Tensor,
-        recurrent: Tensor | None,
-        slope: Tensor,
-        gates: Tensor,
-        inputs: Tensor,
-    ) -> None:
-        """Gradients of the gates' hidden and input part; `slope` is overwritten."""
-        with on_device(gates):
-            self._kernels.gru_cell_backward[self._grid](
-                outputs[:, time],
-                slope if recurrent is None else recurrent,
-                self._active[:, time],
-                self._by_time[:, time],
-                self._states[:, time],
-                slope,
-                gates[:, time],
-                inputs[:, time],
-                *self._sizes,
-                LAST=recurrent is None,
-                BLOCK=self._BLOCK,
-            )
-
-
-def gru_cells(active: Tensor, states: Tensor, recalled: Tensor) -> GruCells | None:
-    """One kernel per time of a GRU, or None."""
-    kernels = _recurrent(active, states, recalled)
-    return None if kernels is None else GruCells(kernels, active, states, recalled)
+    return LstmCells(triton_recurrent, active, cells, squashed)
 
 
 @contextmanager

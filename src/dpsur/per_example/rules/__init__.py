@@ -31,7 +31,6 @@ from dpsur.per_example.rules.normalization import (
 )
 from dpsur.per_example.rules.pooling import max_pool
 from dpsur.per_example.rules.recurrent import recurrent_cell, recurrent_layer
-from dpsur.per_example.rules.transposed_convolution import transposed_convolution
 
 Rule = Callable[..., Any]
 
@@ -40,9 +39,6 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Conv1d: convolution,
     nn.Conv2d: convolution,
     nn.Conv3d: convolution,
-    nn.ConvTranspose1d: transposed_convolution,
-    nn.ConvTranspose2d: transposed_convolution,
-    nn.ConvTranspose3d: transposed_convolution,
     nn.Embedding: embedding,
     nn.EmbeddingBag: embedding_bag,
     nn.GroupNorm: group_norm,

@@ -27,7 +27,6 @@ from dpsur.per_example.kernels.convolution import (
     patches_pay,
     rounding_pays,
 )
-from dpsur.per_example.kernels.cuda_per_example import fused_gradients
 from dpsur.per_example.kernels.cuda_weight_grad import summed_gradient, summing_pays
 from dpsur.per_example.kernels.fused import (
     depthwise_gradients,
@@ -230,9 +229,7 @@ def _each(
         rows = rounded_gradients(inputs, outputs, window, groups)
         if rows is not None:
             return Rows(*rows) if fold == 1 else Rows(_unfolded(widen(rows[0]), fold))
-    inputs, outputs = widen(inputs), widen(outputs)
-    found = fused_gradients(inputs, outputs, window) if groups == 1 else None
-    each = instantiate(inputs, outputs, window, groups) if found is None else found
+    each = instantiate(widen(inputs), widen(outputs), window, groups)
     return Rows(_unfolded(each, fold))
 
 
