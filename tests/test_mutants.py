@@ -27,7 +27,7 @@ from dpsur.mechanism import gaussian, host_batches, proposer, trial
 from dpsur.mechanism import gaussian as sampling
 from dpsur.mechanism import trial as gate
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
-from dpsur.mechanism.gaussian import Batch, poisson_sample
+from dpsur.mechanism.gaussian import Batch
 from dpsur.mechanism.proposer import DpGradient
 from dpsur.mechanism.streams import BATCH, Stream, Streams
 from dpsur.mechanism.trial import LossRule, mean_losses, run_loop, start, train
@@ -442,19 +442,15 @@ def first_host_batch_again(patch):
 
 
 def host_batch_of_another_step(patch):
-    real = host_batches._Source.gather
-    patch.setattr(
-        host_batches._Source, "gather", lambda self, step, place: real(self, step + 1, place)
-    )
+    real = host_batches._Feed.sample
+    patch.setattr(host_batches._Feed, "sample", lambda self, step: real(self, step + 1))
 
 
 def host_batch_cut_to_its_padding(patch):
-    def wrong(self, step, place):
-        rows = poisson_sample(len(self.examples), self.rate, self.streams.at(step)[self.purpose])
-        self.examples.gather_into(rows[: self.capacity], place)
-        return min(self.capacity, len(rows))
-
-    patch.setattr(host_batches._Source, "gather", wrong)
+    real = host_batches._Feed.sample
+    patch.setattr(
+        host_batches._Feed, "sample", lambda self, step: real(self, step)[: self._capacity]
+    )
 
 
 def padding_of_host_batches_counts(patch):

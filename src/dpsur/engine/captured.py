@@ -40,7 +40,7 @@ from dpsur.functional.tree import (
     with_tensors,
 )
 from dpsur.mechanism import cuda_graphs
-from dpsur.mechanism.cuda_graphs import capture_graphs
+from dpsur.mechanism.cuda_graphs import capture_graphs, fill
 from dpsur.mechanism.gaussian import level_for, padded_sizes
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.record_level import only_trusted_rules
@@ -116,13 +116,6 @@ class _Graph:
     def keep(self) -> Tensor:
         """Which places hold records."""
         return self.rows < self.count
-
-
-def fill(place: Tensor, value: Tensor, count: int) -> None:
-    """Copy some rows into place, and the first of them where there is room left."""
-    place[:count].copy_(value, non_blocking=True)
-    if count < len(place):
-        place[count:].copy_(place[:1].expand_as(place[count:]))
 
 
 class _Graphs:

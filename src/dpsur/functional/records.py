@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -97,7 +97,6 @@ SEVERAL_SHAPES = (
 _PART_FOR_RECORDS = 0.5
 
 Prefetched = tuple[Tensor, "Future[Examples]"]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,33 +115,29 @@ class HostExamples(Examples):
     def part(self, some: slice) -> Examples:
         return self._send(Examples(slice_rows(self.inputs, some), slice_rows(self.targets, some)))
 
-    def fetch(self, rows: Tensor, following: Tensor, source: str) -> "HostExamples":
+    def fetch(self, rows: Tensor, following: Tensor | None, source: str) -> "HostExamples":
         """Gather rows on the host, then begin with those that `source` is to draw next."""
-        wanted, expected = rows.cpu(), following.cpu()
+        wanted = rows.cpu()
         ahead = self._ahead.pop(source, None)
         found = None
         if ahead is not None:
             foreseen, prefetched = ahead
             found = prefetched.result() if torch.equal(foreseen, wanted) else None
         found = self._gather(wanted) if found is None else found
-        self._ahead[source] = expected, self._worker.submit(self._gather, expected)
+        if following is not None:
+            expected = following.cpu()
+            self._ahead[source] = expected, self._worker.submit(self._gather, expected)
         return HostExamples(found.inputs, found.targets, self.device, _worker=self._worker)
 
-    def submit(self, function: Callable[..., Result], *arguments: Any) -> "Future[Result]":
-        """Call a function on the thread that gathers rows, after what was submitted before."""
-        return self._worker.submit(function, *arguments)
+    def resolve(self) -> None:
+        """Wait for what was begun: another thread must not call CUDA during a capture."""
+        self._worker.submit(lambda: None).result()
 
-    def gather_into(self, rows: Tensor, place: Examples) -> None:
-        """Write some rows to the first rows of `place`, in memory of the host.
-
-        Nothing here calls CUDA, so that another thread can do it during a capture.
-        """
-
-        def write(out: Tensor, values: Tensor) -> Tensor:
-            return torch.index_select(values, 0, rows, out=out[: len(rows)])
-
-        map_tensors(write, place.inputs, self.inputs)
-        map_tensors(write, place.targets, self.targets)
+    def forget(self) -> None:
+        """Begin with no further rows; what is being gathered is finished."""
+        for _, begun in self._ahead.values():
+            begun.cancel()
+        self._ahead.clear()
 
     def _gather(self, rows: Tensor) -> Examples:
         return Examples(
@@ -203,19 +198,6 @@ class StreamedExamples(HostExamples):
         """Convert every tensor of the targets when it is read."""
         targets = map_tensors(lambda value: blank_rows(convert(value[:1]), len(self)), self.targets)
         return replace(self, targets=targets, reader=_Converted(self.reader, convert), _ahead={})
-
-    def gather_into(self, rows: Tensor, place: Examples) -> None:
-        """Read some rows into the first rows of `place`, in memory of the host."""
-
-        def write(out: Tensor, values: Tensor) -> Tensor:
-            if values.shape != (len(rows), *out.shape[1:]):
-                raise InvalidInputError(SEVERAL_SHAPES)
-            return out[: len(rows)].copy_(values)
-
-        if len(rows):
-            found = self.reader.read(rows)
-            map_tensors(write, place.inputs, found.inputs)
-            map_tensors(write, place.targets, found.targets)
 
     def _span(self, start: int, rows: int) -> Examples:
         return self._gather(

@@ -270,7 +270,7 @@ class CapturedTrial:
         device = self._state.updates.device
         if device.type != "cuda":
             return trial_in_room
-        self._host_batches.resolve()  # another thread must not call CUDA during a capture
+        self._host_batches.resolve()
         self._live.fill_(False)
         try:
             calls = 1 if self._by_level else WARM_UP_CALLS  # kernels are known then

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from dpsur.per_example.kernels.products import launches_are_captured
 
@@ -78,6 +79,14 @@ def capture_graphs(
                 raise
             replays.append(graph.replay)
     return replays
+
+
+def fill(place: Tensor, values: Tensor, count: int) -> Tensor:
+    """Copy some rows into place, and the first of them where there is room left."""
+    place[:count].copy_(values, non_blocking=True)
+    if 0 < count < len(place):
+        place[count:].copy_(place[:1].expand_as(place[count:]))
+    return place
 
 
 @contextmanager
