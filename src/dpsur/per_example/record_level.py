@@ -598,17 +598,13 @@ def fold_of(values: Tensor, least_rank: int) -> Fold:
 
 def _least_rank(module: nn.Module) -> int:
     """The rank of a layer's input without a batch dimension."""
-    if isinstance(module, nn.Conv1d):
-        return 2
-    if isinstance(module, (nn.Conv2d, nn.MaxPool2d)):
-        return 3
-    if isinstance(module, nn.Conv3d):
-        return 4
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return len(module.normalized_shape)
-    if isinstance(module, nn.Embedding):
-        return 0
-    return 1
+    return next((rank for kind, rank in _RANKS_OF_LAYERS.items() if isinstance(module, kind)), 1)
+
+
+# Where it is not 1.
+_RANKS_OF_LAYERS = {nn.Embedding: 0, nn.Conv1d: 2, nn.Conv2d: 3, nn.Conv3d: 4, nn.MaxPool2d: 3}
 
 
 def _recurrent(
