@@ -1,6 +1,7 @@
 """Everything behind the paper's tables and figures. It needs a checkout and is not installed.
 
-Importing it registers the methods that the paper compares with.
+Importing it registers the methods that the paper compares with, and its data sets as tasks.
 """
 
-import reproduction.methods  # noqa: F401
+import reproduction.methods
+import reproduction.tasks  # noqa: F401

@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -40,9 +41,20 @@ EXAMPLES = """\
   python -m reproduction bench-networks --help                             common networks
   python -m reproduction bench-loops --help                                your own loop
   python -m reproduction encoder --help                                    train the encoder
-  python -m reproduction dpsur train --method dpis ...                     the paper's baselines
   python -m reproduction queue --help                                      a list, in limited time
+  python -m reproduction data fetch mnist                                  a public data set
+  python -m reproduction dpsur train --task mnist --method dpis            its tasks and methods
 """
+
+# Commands beside the experiments, and the modules that set them up.
+COMMANDS = {
+    "bench": "reproduction.bench.command",
+    "bench-networks": "reproduction.bench.network_grid",
+    "bench-loops": "reproduction.bench.loops",
+    "encoder": "reproduction.encoder",
+    "data": "reproduction.datasets.command",
+    "queue": "reproduction.queue",
+}
 
 
 class ReproductionParser(Parser):
@@ -56,62 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["dpsur"]:
         return library_command(given[1:])
-    parsers = {
-        "bench": _bench_parser,
-        "bench-networks": _network_parser,
-        "bench-loops": _loop_parser,
-        "encoder": _encoder_parser,
-        "queue": _queue_parser,
-    }
-    for name, parser in parsers.items():
-        if given[:1] == [name]:
-            return run_command(parser, PROGRAM, given[1:])
+    if given and given[0] in COMMANDS:
+        return run_command(_parser_of(given[0]), PROGRAM, given[1:])
     return run_command(_parser, PROGRAM, given)
 
 
-def _bench_parser(given: Sequence[str]) -> Parser:
-    del given
-    from reproduction.bench import command
+def _parser_of(name: str) -> Callable[[Sequence[str]], Parser]:
+    def parser_for(given: Sequence[str]) -> Parser:
+        del given
+        parser = ReproductionParser(prog=f"python -m {PROGRAM} {name}")
+        import_module(COMMANDS[name]).set_up(parser)
+        return parser
 
-    parser = ReproductionParser(prog=f"python -m {PROGRAM} bench")
-    command.set_up(parser)
-    return parser
-
-
-def _network_parser(given: Sequence[str]) -> Parser:
-    del given
-    from reproduction.bench import network_grid
-
-    parser = ReproductionParser(prog=f"python -m {PROGRAM} bench-networks")
-    network_grid.set_up(parser)
-    return parser
-
-
-def _loop_parser(given: Sequence[str]) -> Parser:
-    del given
-    from reproduction.bench import loops
-
-    parser = ReproductionParser(prog=f"python -m {PROGRAM} bench-loops")
-    loops.set_up(parser)
-    return parser
-
-
-def _encoder_parser(given: Sequence[str]) -> Parser:
-    del given
-    from reproduction import encoder
-
-    parser = ReproductionParser(prog=f"python -m {PROGRAM} encoder")
-    encoder.set_up(parser)
-    return parser
-
-
-def _queue_parser(given: Sequence[str]) -> Parser:
-    del given
-    from reproduction import queue
-
-    parser = ReproductionParser(prog=f"python -m {PROGRAM} queue")
-    queue.set_up(parser)
-    return parser
+    return parser_for
 
 
 def _parser(given: Sequence[str]) -> Parser:

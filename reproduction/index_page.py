@@ -16,8 +16,8 @@ experiment: only missing rows are made, and an interrupted command resumes. `--j
 GPU between four processes. *GPU minutes* are what the rows say they took, added up: {hours:.1f}
 hours of an NVIDIA H200 in all, without the attacks, whose rows do not say. Many were made by slower
 code, and with four processes the whole accuracy grid takes less
-([measured](../reproduction.md#where-the-rows-were-made)). Data sets: `dpsur data fetch
-mnist fmnist cifar10 imdb`, or `$DPSUR_DATA`."""
+([measured](../reproduction.md#where-the-rows-were-made)). Data sets:
+`python -m reproduction data fetch all`, or `$DPSUR_DATA`."""
 COLUMNS = (
     Column("experiment", "name"),
     Column("what it shows", "text"),

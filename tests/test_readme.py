@@ -129,7 +129,11 @@ def test_the_demo_ends_above_92_percent(tmp_path):
 def test_every_method_and_task_is_there():
     listed = re.findall(r"^\| `([a-z-]+)` \|[^|]*\|$", CONCEPTS, flags=re.MULTILINE)
     assert listed == [name for name, one in METHODS.items() if one.__module__.startswith("dpsur.")]
-    assert all(f"`{task}`" in DATA for task in TASKS)
+    assert all(
+        f"`{task}`" in DATA
+        for task, one in TASKS.items()
+        if one.load.__module__.startswith("dpsur.")
+    )
     # the gate works with every method except the last
     selective = [issubclass(METHODS[name], GradientMethod) for name in listed]
     assert selective == [True] * 3 + [False]

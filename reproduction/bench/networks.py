@@ -22,9 +22,9 @@ from dpsur.networks import (
     pixel_cnn,
     scattering_cnn,
 )
-from dpsur.tasks.imdb import LENGTH as IMDB_LENGTH
-from dpsur.tasks.imdb import VOCABULARY as IMDB_WORDS
 from reproduction.bench.arms import ARMS as ARMS  # registers them wherever networks are found
+from reproduction.tasks.imdb import LENGTH as IMDB_LENGTH
+from reproduction.tasks.imdb import VOCABULARY as IMDB_WORDS
 
 ENCODER_WORDS, ENCODER_LENGTH, ENCODER_WIDTH = 5_000, 64, 64
 GPT_WORDS, GPT_LENGTH = 50_257, 256

@@ -375,7 +375,7 @@ def read(name: str, records: int | None) -> Data:
     if name in tables.TARGETS:
         train, test, schema = tables.read_data(name)
         return Data(train, test, {"schema": schema})
-    from dpsur.tasks.datasets import CIFAR10, FASHION_MNIST, IMDB, MNIST, load_arrays
+    from reproduction.datasets import CIFAR10, FASHION_MNIST, IMDB, MNIST, load_arrays
 
     arrays = load_arrays(
         {"mnist": MNIST, "fmnist": FASHION_MNIST, "cifar10": CIFAR10, "imdb": IMDB}[name]
@@ -402,7 +402,7 @@ def read(name: str, records: int | None) -> Data:
 
 
 def _reviews(arrays: Any, part: str) -> tuple[list[str], list[str]]:
-    from dpsur.tasks.imdb import spelled, word_list
+    from reproduction.tasks.imdb import spelled, word_list
 
     texts = spelled(arrays[f"{part}_tokens"], arrays[f"{part}_offsets"], word_list())
     return texts, [("negative", "positive")[int(one)] for one in arrays[f"{part}_labels"]]

@@ -28,8 +28,9 @@ from torch import nn
 import dpsur.cli
 from dpsur.cli.parser import Parser
 from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.tasks.datasets import DATA_SETS, load_arrays
-from dpsur.tasks.datasets import readers as cifar
+from reproduction.datasets import DATA_SETS, load_arrays
+from reproduction.datasets import readers as cifar
+from tests.reproduction.datasets.conftest import Digits, Photographs, Reviews
 from tests.robustness.harness import WRONG, Fault, Outcome, command, fault_of
 from tests.robustness.mutations import (
     ODD_TEXTS,
@@ -43,7 +44,6 @@ from tests.robustness.mutations import (
     to_json,
     with_network,
 )
-from tests.tasks.conftest import Digits, Photographs, Reviews
 
 DELTA = "1e-3"
 COMMON = ("train", "--quiet", "--seed", "0", "--epsilon", "3", "--delta", DELTA, "--device", "cpu",
@@ -768,8 +768,7 @@ SMALL: dict[str, list[list[str]]] = {
         "bench", "--model", "tests.robustness.cases:bench_model", "--batch-size", "4",
         "--repetitions", "1", "--device", "cpu", "--arms", "plain", "dpsgd",
     ]],
-    "data": [["data", "list"], ["data", "fetch", "nothing"]],
-    "cache": [["cache", "list"], ["cache", "empty", "accounting"]],
+    "data": [["data", "schema", "{data}"]],
     "tasks": [["tasks"]],
     "methods": [["methods"]],
 }  # fmt: skip

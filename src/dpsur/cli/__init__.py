@@ -64,9 +64,8 @@ GROUPS = {
     },
     "data": {
         "tasks": ("dpsur.cli.listings:set_up_tasks", "list the tasks that can be trained"),
-        "data": ("dpsur.cli.data:set_up", "download the public data sets, list them"),
-        "cache": ("dpsur.cli.cache:set_up", "show or empty the cache"),
-        "doctor": ("dpsur.cli.doctor:set_up", "versions, devices, data and optional parts"),
+        "data": ("dpsur.cli.data:set_up", "start a schema of a table"),
+        "doctor": ("dpsur.cli.doctor:set_up", "versions, devices, cache and optional parts"),
         "completion": ("dpsur.cli.doctor:set_up_completion", "tab completion for your shell"),
     },
 }
@@ -81,7 +80,7 @@ Differentially private training with selective update and release.
   dpsur predict run new.csv      predictions for new records
   dpsur train --resume run       resume after an interruption
   dpsur verify run               recompute its epsilon and check its weights
-  dpsur data fetch mnist         download a public data set, for --task mnist
+  dpsur data schema table.csv    start a schema, for --task csv:table.csv
 
 """
 DESCRIPTION += "\n\n".join(

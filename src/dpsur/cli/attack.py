@@ -44,8 +44,8 @@ from dpsur.tasks import OWN, TASKS, Task, task_named
 DESCRIPTION = """\
 Who was in the training set?
 
-  dpsur attack --task fmnist                       a target without privacy
-  dpsur attack --task fmnist --method dpsgd --epsilon 3
+  dpsur attack                                     a target without privacy
+  dpsur attack --method dpsgd --epsilon 3
   dpsur attack --release run                       what `dpsur train` released
   dpsur attack --release run --task csv:people.csv --schema people.json
 

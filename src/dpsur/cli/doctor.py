@@ -15,7 +15,7 @@ from dpsur.environment import cache_folder, package_version, versions
 from dpsur.errors import InvalidInputError
 
 DESCRIPTION = """\
-Report versions, devices, data sets, the cache, and optional packages that are missing.
+Report versions, devices, the cache, and optional packages that are missing.
 
   dpsur doctor
   dpsur doctor --json
@@ -74,7 +74,6 @@ def _sections(problems: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
             optional[name] = _version(name)
     yield "optional packages", optional
     yield "devices", _devices()
-    yield "data", _data()
 
 
 def _cache(problems: list[str]) -> dict[str, str]:
@@ -95,18 +94,6 @@ def _devices() -> dict[str, str]:
         properties = torch.cuda.get_device_properties(index)
         devices[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     return devices
-
-
-def _data() -> dict[str, str]:
-    from dpsur.tasks.datasets import DATA_SETS
-    from dpsur.tasks.datasets.store import status_of
-
-    data = {}
-    for name, data_set in DATA_SETS.items():
-        state = status_of(data_set, None, check=False)
-        parts = (state.state, state.where, state.remedy)
-        data[name] = ", ".join(str(part) for part in parts if part is not None)
-    return data
 
 
 def _existing(path: Path) -> Path:

@@ -10,7 +10,7 @@ from dpsur.runs.tasks import sample_problem
 DESCRIPTION = """\
 Print how per-example gradients of a model are computed, and why no faster engine is used.
 
-  dpsur explain --task mnist
+  dpsur explain --task mnist-5k
   dpsur explain --task npz:data.npz --model mymodule:make
 
 engines, fastest first: one-pass computes norms and clipped sums from one backward pass, by rules of

@@ -86,8 +86,7 @@ def _plain(value: Any) -> Any:
 def set_up_tasks(parser: argparse.ArgumentParser) -> None:
     """Describe `dpsur tasks`."""
     parser.description = (
-        "List the tasks that can be trained, and the features that they have networks for.\n"
-        "`dpsur data list` shows which data sets are installed.\n\n"
+        "List the tasks that can be trained, and the features that they have networks for.\n\n"
         "  dpsur tasks\n  dpsur tasks --json"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -50,7 +50,7 @@ DESCRIPTION = """\
 Train a model under a privacy budget.
 
   dpsur train --out run                                      embedded digits, epsilon 3
-  dpsur train --task fmnist --epsilon 1 --delta 1e-5 --out f
+  dpsur train --task mnist-5k --epsilon 1 --delta 1e-5 --out f
   dpsur train --task npz:own.npz --classes 10 --out own      your arrays
   dpsur train --task images:scans --dry-run                  your images; what it would cost
   dpsur train --task csv:people.csv --schema people.json     your table

@@ -8,8 +8,8 @@ import torch
 
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
-from dpsur.tasks.base import SCATTERING, Task
-from dpsur.tasks.mnist import NETWORKS
+from dpsur.tasks import base
+from dpsur.tasks.base import SCATTERING, Task, linear_heads
 
 TRAIN_RECORDS = 4000
 RECORDS, PIXELS = 5000, 28 * 28
@@ -17,6 +17,11 @@ RECORDS_OF_PARTS = (TRAIN_RECORDS, RECORDS - TRAIN_RECORDS)
 # The file is sorted by digit. The split is part of the task's definition, so it is drawn from a
 # generator whose stream is frozen for good.
 SPLIT_SEED = 2024
+NETWORKS = {
+    SCATTERING: {"name": "scattering-cnn", "classes": 10},
+    base.PIXELS: {"name": "pixel-cnn", "classes": 10},
+    **linear_heads((1, 28, 28), classes=10),
+}
 
 
 def load(data_dir: Path | None = None) -> tuple[Examples, Examples]:

@@ -5,14 +5,18 @@ classes is declared, by the array `classes` of the file or by an option. Were it
 labels, one record with a new label would change the shape of what is released.
 """
 
-from collections.abc import Sequence
+import os
+import zipfile
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import features_named, words
@@ -29,14 +33,20 @@ from dpsur.tasks.base import (
     Task,
     linear_heads,
 )
-from dpsur.tasks.datasets.readers import Array, Arrays, DamagedFileError, read_arrays
 
+Array = NDArray[Any]
+Arrays = dict[str, Array]
 PREFIX = "npz:"
 KNOWN = ("x", "y", "x_test", "y_test", "classes")
 # Labels above are numbers of something else, such as years or customers.
 MOST_CLASSES = 100_000
 # What a last axis of this length holds is mostly colours.
 COLOURS = (1, 3, 4)
+# Deflate makes no more of a byte than this; archives add a little.
+MOST_EXPANSION, SLACK = 1032, 2**16
+COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+ENCRYPTED = 0x1
+MOST_AXES = 16
 
 
 def npz_task(name: str, classes: int | None = None) -> Task:
@@ -288,3 +298,80 @@ def _scattering_shape(shape: tuple[int, ...]) -> tuple[int, ...] | None:
         return features_named(SCATTERING).output_shape(shape)
     except InvalidInputError:
         return None
+
+
+class DamagedFileError(Exception):
+    """A file that is damaged or not what it should be. Callers add the remedy.
+
+    `reason` is in words of this package. `detail` is what a decoder said, which may quote the file:
+    where that is private, `reason` alone is shown.
+    """
+
+    def __init__(self, path: Path, reason: str, detail: str | None = None) -> None:
+        super().__init__(f"{path} {reason}" + ("" if detail is None else f" ({detail})"))
+        self.reason = reason
+        self.detail = detail
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn whatever a decoder says about broken bytes into one error that names the file."""
+    try:
+        yield
+    except (DamagedFileError, InvalidInputError):
+        raise
+    except PermissionError as error:
+        raise DamagedFileError(path, "cannot be opened (permission denied)") from error
+    except Exception as error:  # decoders raise anything about bytes that nobody wrote on purpose
+        detail = " ".join(str(error).split()) or type(error).__name__
+        raise DamagedFileError(path, "is damaged or incomplete", detail) from error
+
+
+def read_arrays(path: Path, file: IO[bytes], known: Collection[str]) -> Arrays:
+    """The arrays of a file of np.savez: plain numbers or texts under known names, or an error."""
+    with readable(path), zipfile.ZipFile(file) as archive:
+        size, arrays = file.seek(0, os.SEEK_END), {}
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            if name not in known or name == info.filename:
+                raise DamagedFileError(
+                    path, f"holds an array {name!r}; the known ones are {', '.join(known)}"
+                )
+            if name in arrays:
+                raise DamagedFileError(path, f"holds the array {name} twice")
+            check_member(path, info, name, size)
+            arrays[name] = _array(path, archive, info, name)
+        return arrays
+
+
+def check_member(path: Path, info: zipfile.ZipInfo, name: str, size: int) -> None:
+    """Refuse what cannot be read, and claims that a file of this size cannot keep."""
+    if info.flag_bits & ENCRYPTED:
+        raise DamagedFileError(path, f"is encrypted ({name})")
+    if info.compress_type not in COMPRESSIONS:
+        raise DamagedFileError(path, f"is compressed in an unknown way ({name})")
+    possible = MOST_EXPANSION * min(info.compress_size, size) + SLACK
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if info.file_size > possible:
+        raise DamagedFileError(path, f"claims a size that its bytes cannot have ({name})")
+    if info.file_size > memory:
+        raise DamagedFileError(path, f"does not fit into the memory of this machine ({name})")
+
+
+def _array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> Array:
+    with archive.open(info) as member:
+        version = np.lib.format.read_magic(member)
+        readers = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }
+        shape, fortran, kind = readers[version](member)
+        if kind.hasobject:
+            raise DamagedFileError(path, f"holds Python objects in the array {name}")
+        if len(shape) > MOST_AXES or any(length < 0 for length in shape):
+            raise DamagedFileError(path, f"has an impossible shape in the array {name}")
+        if prod(shape) * kind.itemsize != info.file_size - member.tell():
+            raise DamagedFileError(path, f"has a shape that its bytes do not fill ({name})")
+        content = member.read()  # all of it, so that its checksum is compared
+    array = np.frombuffer(content, kind) if content else np.empty(0, kind)
+    return array.reshape(shape, order="F" if fortran else "C")

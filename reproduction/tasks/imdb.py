@@ -17,10 +17,10 @@ from dpsur.errors import InvalidInputError
 from dpsur.features.words import WORDS_DIMENSION, words
 from dpsur.functional.records import Examples
 from dpsur.tasks.base import TOKENS, VECTORS, WORD_ROWS, Task
-from dpsur.tasks.datasets import IMDB, load_arrays
-from dpsur.tasks.datasets.published import KERAS_FILES
-from dpsur.tasks.datasets.readers import Array, Arrays
-from dpsur.tasks.datasets.store import data_folders, download_folder
+from dpsur.tasks.npz import Array, Arrays
+from reproduction.datasets import IMDB, load_arrays
+from reproduction.datasets.published import KERAS_FILES
+from reproduction.datasets.store import data_folders, download_folder
 
 PADDING, START, UNKNOWN = 0, 1, 2
 RANK_SHIFT = 3

@@ -15,8 +15,9 @@ import numpy as np
 
 from dpsur.environment import cache_folder
 from dpsur.errors import InvalidInputError
-from dpsur.tasks.datasets.published import DATA_SETS, DataSet, digest
-from dpsur.tasks.datasets.readers import Array, Arrays, DamagedFileError, Form, Piece
+from dpsur.tasks.npz import Array, Arrays, DamagedFileError
+from reproduction.datasets.published import DATA_SETS, DataSet, digest
+from reproduction.datasets.readers import Form, Piece
 
 DATA_VARIABLE = "DPSUR_DATA"
 
@@ -230,7 +231,7 @@ def read_found(data_set: DataSet, found: FoundFiles) -> Arrays:
 def fetch_command(data_set: DataSet, data_dir: Path | None) -> str:
     """What to run to have a data set downloaded to where it was looked for."""
     where = "" if data_dir is None else f" --data-dir {data_dir}"
-    return f"dpsur data fetch {data_set.name}{where}"
+    return f"python -m reproduction data fetch {data_set.name}{where}"
 
 
 def _checksum_known(data_set: DataSet, paths: Sequence[Path]) -> bool:

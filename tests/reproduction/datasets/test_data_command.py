@@ -1,20 +1,20 @@
-"""`dpsur data` as a person meets it."""
+"""`python -m reproduction data` as a person meets it."""
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from torch import nn
 
-from dpsur.cli import data, evaluate, main
+from dpsur.cli import evaluate
 from dpsur.runs.release import Origin
-from dpsur.tasks.datasets import DATA_SETS
-from tests.tasks.server import serve
-from tests.tasks.test_fetch import NOWHERE, mirror, publish
+from reproduction.command import main
+from reproduction.datasets import command as data
+from tests.reproduction.datasets.server import serve
+from tests.reproduction.datasets.test_fetch import NOWHERE, mirror, publish
 
 
-def dpsur(*arguments, capsys):
+def command(*arguments, capsys):
     try:
         status = main([str(argument) for argument in arguments])
     except SystemExit as stop:
@@ -25,26 +25,26 @@ def dpsur(*arguments, capsys):
 
 def test_help_is_readable(capsys):
     for arguments in ([], ["fetch"], ["list"]):
-        status, out, _ = dpsur("data", *arguments, "--help", capsys=capsys)
+        status, out, _ = command("data", *arguments, "--help", capsys=capsys)
         assert status == 0
         assert "None" not in out
         assert max(map(len, out.splitlines())) <= 110
 
 
 def test_list_shows_every_data_set_and_what_to_do(capsys, tmp_path):
-    status, out, _ = dpsur("data", "list", "--data-dir", tmp_path, capsys=capsys)
+    status, out, _ = command("data", "list", "--data-dir", tmp_path, capsys=capsys)
     assert status == 0
     lines = out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == [
         "mnist-5k", "mnist", "fmnist", "cifar10", "imdb",
     ]  # fmt: skip
     assert lines[1].split()[1] == "ready"
-    assert f"run: dpsur data fetch cifar10 --data-dir {tmp_path}" in lines[4]
-    rows = json.loads(dpsur("data", "list", "--json", capsys=capsys)[1])
+    assert f"run: python -m reproduction data fetch cifar10 --data-dir {tmp_path}" in lines[4]
+    rows = json.loads(command("data", "list", "--json", capsys=capsys)[1])
     assert rows["imdb"] == {
         "state": "missing",
         "where": None,
-        "remedy": "run: dpsur data fetch imdb",
+        "remedy": "run: python -m reproduction data fetch imdb",
         "train_records": 25_000,
         "test_records": 25_000,
     }
@@ -59,13 +59,13 @@ def test_fetch_then_list(capsys, digits, tmp_path, monkeypatch):
         )
         known = {"mnist": replace(digits.data_set, sources=sources)}
         monkeypatch.setattr(data, "DATA_SETS", known)
-        status, out, err = dpsur("data", "fetch", "all", capsys=capsys)
+        status, out, err = command("data", "fetch", "all", capsys=capsys)
     assert status == 0
     folder = tmp_path / "cache" / "downloads" / "mnist"
     assert out == f"mnist: {folder}\n"
     assert "trying nobody" in err
     assert "trying somebody" in err
-    out = dpsur("data", "list", "--check", capsys=capsys)[1]
+    out = command("data", "list", "--check", capsys=capsys)[1]
     assert out.splitlines()[2].split()[:2] == ["mnist", "ready"]
 
 
@@ -73,7 +73,7 @@ def test_fetch_says_what_to_do_when_nobody_answers(capsys, digits, tmp_path, mon
     sources = (mirror("nobody", NOWHERE, digits.packed()),)
     known = {"mnist": replace(digits.data_set, sources=sources)}
     monkeypatch.setattr(data, "DATA_SETS", known)
-    status, out, err = dpsur("data", "fetch", "mnist", "--quiet", capsys=capsys)
+    status, out, err = command("data", "fetch", "mnist", "--quiet", capsys=capsys)
     assert status == 2
     assert out == ""
     assert "no source gave the data of mnist" in err
@@ -81,7 +81,7 @@ def test_fetch_says_what_to_do_when_nobody_answers(capsys, digits, tmp_path, mon
 
 
 def test_unknown_names_are_refused_before_anything_is_fetched(capsys):
-    status, _, err = dpsur("data", "fetch", "mnist", "minst", capsys=capsys)
+    status, _, err = command("data", "fetch", "mnist", "minst", capsys=capsys)
     assert status == 2
     assert "'minst'" in err
     assert "fmnist" in err
@@ -99,9 +99,9 @@ def test_a_bar_counts_on_a_terminal(monkeypatch, capsys):
 
 def test_a_task_without_its_data_says_how_to_get_them(capsys, tmp_path):
     run = tmp_path / "run"
-    status, _, err = dpsur("train", "--task", "mnist", "--out", run, capsys=capsys)
+    status, _, err = command("dpsur", "train", "--task", "mnist", "--out", run, capsys=capsys)
     assert status == 2
-    assert "dpsur data fetch mnist" in err
+    assert "python -m reproduction data fetch mnist" in err
     assert not run.exists()
 
 
@@ -111,19 +111,6 @@ def test_records_without_test_records_cannot_be_tested_on(capsys, tmp_path, monk
     release = (nn.Linear(2, 4), {"public": {}}, Origin())
     monkeypatch.setattr(evaluate, "read_release", lambda folder: release)
     monkeypatch.setattr(evaluate, "statement_faults", lambda statement: ([], {}))
-    status, _, err = dpsur("evaluate", tmp_path, "--task", f"npz:{path}", capsys=capsys)
+    status, _, err = command("dpsur", "evaluate", tmp_path, "--task", f"npz:{path}", capsys=capsys)
     assert status == 2
     assert "add x_test and y_test" in err
-
-
-def test_the_page_on_data_has_the_checksums_in_force():
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    for data_set in DATA_SETS.values():
-        for name, digest in data_set.digests.items():
-            assert f"| `{data_set.name}` | {name} | `{digest}` |" in page
-        for source in data_set.sources:
-            assert source.label in page
-            for wanted in source.downloads() if source.unpack is None else ():
-                assert wanted.checksum.split(":")[1] in page or wanted.file.endswith(
-                    "python.tar.gz"
-                )

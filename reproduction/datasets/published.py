@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dpsur.tasks.datasets.readers import (
+from dpsur.tasks.npz import Array
+from reproduction.datasets.readers import (
     BINARY,
     BINARY_ARCHIVE,
     BINARY_TAR,
@@ -17,7 +18,6 @@ from dpsur.tasks.datasets.readers import (
     PYTHON,
     PYTHON_ARCHIVE,
     PYTHON_TAR,
-    Array,
     Form,
 )
 

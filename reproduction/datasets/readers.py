@@ -16,33 +16,23 @@ import tokenize
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dpsur.errors import InvalidInputError
-
-Array = NDArray[Any]
-Arrays = dict[str, Array]
-
-
-class DamagedFileError(Exception):
-    """A file that is not what was published. Callers add the remedy.
-
-    `reason` is in words of this package. `detail` is what a decoder said, which may quote the file:
-    where that is private, `reason` alone is shown.
-    """
-
-    def __init__(self, path: Path, reason: str, detail: str | None = None) -> None:
-        super().__init__(f"{path} {reason}" + ("" if detail is None else f" ({detail})"))
-        self.reason = reason
-        self.detail = detail
+from dpsur.tasks.npz import (
+    Array,
+    Arrays,
+    DamagedFileError,
+    check_member,
+    read_arrays,
+    readable,
+)
 
 
 @dataclass(frozen=True)
@@ -65,28 +55,9 @@ class Form:
 GZIP, XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"
 # No file of a published data set is nearly as large.
 LARGEST_FILE = 2**30
-# Deflate makes no more of a byte than this; archives add a little.
-MOST_EXPANSION, SLACK = 1032, 2**16
-COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-ENCRYPTED = 0x1
-MOST_AXES = 16
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turn whatever a decoder says about broken bytes into one error that names the file."""
-    try:
-        yield
-    except (DamagedFileError, InvalidInputError):
-        raise
-    except PermissionError as error:
-        raise DamagedFileError(path, "cannot be opened (permission denied)") from error
-    except Exception as error:  # decoders raise anything about bytes that nobody wrote on purpose
-        detail = " ".join(str(error).split()) or type(error).__name__
-        raise DamagedFileError(path, "is damaged or incomplete", detail) from error
 
 
 def unpacked(path: Path) -> bytes:
@@ -99,23 +70,6 @@ def unpacked(path: Path) -> bytes:
         if start.startswith(XZ):
             return _limited(path, lzma.LZMAFile(file))
         return _limited(path, file)
-
-
-def read_arrays(path: Path, file: IO[bytes], known: Collection[str]) -> Arrays:
-    """The arrays of a file of np.savez: plain numbers or texts under known names, or an error."""
-    with readable(path), zipfile.ZipFile(file) as archive:
-        size, arrays = file.seek(0, os.SEEK_END), {}
-        for info in archive.infolist():
-            name = info.filename.removesuffix(".npy")
-            if name not in known or name == info.filename:
-                raise DamagedFileError(
-                    path, f"holds an array {name!r}; the known ones are {', '.join(known)}"
-                )
-            if name in arrays:
-                raise DamagedFileError(path, f"holds the array {name} twice")
-            _check_member(path, info, name, size)
-            arrays[name] = _array(path, archive, info, name)
-        return arrays
 
 
 def tar_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
@@ -131,7 +85,7 @@ def zip_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
 
         def read(info: zipfile.ZipInfo) -> Callable[[], bytes]:
             def content() -> bytes:
-                _check_member(path, info, info.filename, size)
+                check_member(path, info, info.filename, size)
                 return archive.read(info)
 
             return content
@@ -151,39 +105,6 @@ def _limited(path: Path, file: BinaryIO | gzip.GzipFile | lzma.LZMAFile) -> byte
     if len(content) > LARGEST_FILE:
         raise DamagedFileError(path, f"holds more than {LARGEST_FILE} bytes")
     return content
-
-
-def _check_member(path: Path, info: zipfile.ZipInfo, name: str, size: int) -> None:
-    """Refuse what cannot be read, and claims that a file of this size cannot keep."""
-    if info.flag_bits & ENCRYPTED:
-        raise DamagedFileError(path, f"is encrypted ({name})")
-    if info.compress_type not in COMPRESSIONS:
-        raise DamagedFileError(path, f"is compressed in an unknown way ({name})")
-    possible = MOST_EXPANSION * min(info.compress_size, size) + SLACK
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if info.file_size > possible:
-        raise DamagedFileError(path, f"claims a size that its bytes cannot have ({name})")
-    if info.file_size > memory:
-        raise DamagedFileError(path, f"does not fit into the memory of this machine ({name})")
-
-
-def _array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> Array:
-    with archive.open(info) as member:
-        version = np.lib.format.read_magic(member)
-        readers = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }
-        shape, fortran, kind = readers[version](member)
-        if kind.hasobject:
-            raise DamagedFileError(path, f"holds Python objects in the array {name}")
-        if len(shape) > MOST_AXES or any(length < 0 for length in shape):
-            raise DamagedFileError(path, f"has an impossible shape in the array {name}")
-        if prod(shape) * kind.itemsize != info.file_size - member.tell():
-            raise DamagedFileError(path, f"has a shape that its bytes do not fill ({name})")
-        content = member.read()  # all of it, so that its checksum is compared
-    array = np.frombuffer(content, kind) if content else np.empty(0, kind)
-    return array.reshape(shape, order="F" if fortran else "C")
 
 
 def files_in_tar(path: Path, archive: tarfile.TarFile) -> Iterator[tuple[str, Callable[[], bytes]]]:

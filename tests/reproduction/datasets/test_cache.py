@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dpsur.errors import InvalidInputError
-from dpsur.tasks.datasets import load_arrays
-from dpsur.tasks.datasets.store import Cache, status_of
-from tests.tasks.conftest import Digits
+from reproduction.datasets import load_arrays
+from reproduction.datasets.store import Cache, status_of
+from tests.reproduction.datasets.conftest import Digits
 
 LABELS = "t10k-labels-idx1-ubyte.gz"
 

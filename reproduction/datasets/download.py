@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dpsur.errors import DpsurError, InvalidInputError
-from dpsur.tasks.datasets.published import DataSet, Download, Source
-from dpsur.tasks.datasets.readers import DamagedFileError
-from dpsur.tasks.datasets.store import FoundFiles, by_hand, download_folder, find, read_found
+from dpsur.tasks.npz import DamagedFileError
+from reproduction.datasets.published import DataSet, Download, Source
+from reproduction.datasets.store import FoundFiles, by_hand, download_folder, find, read_found
 
 TIMEOUT = 30.0
 BLOCK = 1 << 18
@@ -158,7 +158,8 @@ def fetch(
             say(f"  {error}")
     raise InvalidInputError(
         "\n  ".join([f"no source gave the data of {data_set.name}:", *failures])
-        + f"\nby hand: {by_hand(data_set, data_dir)}, then check with: dpsur data list --check"
+        + f"\nby hand: {by_hand(data_set, data_dir)}, then check with: "
+        "python -m reproduction data list --check"
     )
 
 

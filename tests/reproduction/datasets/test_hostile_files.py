@@ -14,17 +14,16 @@ import pytest
 
 from dpsur.errors import InvalidInputError
 from dpsur.tasks import task_named
-from dpsur.tasks.datasets import load_arrays
-from dpsur.tasks.datasets.readers import (
-    DamagedFileError,
+from dpsur.tasks.npz import DamagedFileError, read_arrays
+from reproduction import mirrors
+from reproduction.datasets import load_arrays
+from reproduction.datasets.readers import (
     as_array,
-    read_arrays,
     read_plain_values,
     tar_members,
     unpacked,
     zip_members,
 )
-from reproduction import mirrors
 
 X, Y = np.arange(8.0).reshape(4, 2), np.array([0, 2, 1, 0])
 
@@ -259,7 +258,7 @@ def test_odd_packages_are_refused(tmp_path):
 
 @pytest.mark.parametrize("module", ["gzip", "lzma"])
 def test_what_unpacks_to_too_much_is_refused(module, tmp_path, monkeypatch):
-    monkeypatch.setattr("dpsur.tasks.datasets.readers.LARGEST_FILE", 2**20)
+    monkeypatch.setattr("reproduction.datasets.readers.LARGEST_FILE", 2**20)
     path = tmp_path / "images.gz"
     path.write_bytes(__import__(module).compress(bytes(2**20)))
     assert len(unpacked(path)) == 2**20
@@ -295,7 +294,7 @@ BATCHES = {
 def test_batches_that_crash_an_interpreter_are_refused():
     """In another process: what is refused today ended the interpreter once."""
     code = (
-        "import pickle, sys; from dpsur.tasks.datasets.readers import read_plain_values\n"
+        "import pickle, sys; from reproduction.datasets.readers import read_plain_values\n"
         "for kind, content in pickle.load(sys.stdin.buffer).items():\n"
         "    print(kind, flush=True)\n"
         "    try: read_plain_values(b'\\x80\\x02' + content)\n"

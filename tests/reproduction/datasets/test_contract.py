@@ -7,9 +7,9 @@ import torch
 from dpsur.errors import InvalidInputError
 from dpsur.features.words import words
 from dpsur.tasks import TASKS, task_named
-from dpsur.tasks.datasets import DATA_SETS, load_arrays
-from dpsur.tasks.datasets.store import MISSING, status_of
-from dpsur.tasks.imdb import (
+from reproduction.datasets import DATA_SETS, load_arrays
+from reproduction.datasets.store import MISSING, status_of
+from reproduction.tasks.imdb import (
     FIRST_RANK,
     LAST_RANK,
     WORD_LIST,

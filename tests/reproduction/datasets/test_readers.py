@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from dpsur.errors import InvalidInputError
-from dpsur.tasks.datasets import load_arrays
-from dpsur.tasks.datasets.readers import FILES, as_array, read_plain_values
+from reproduction.datasets import load_arrays
+from reproduction.datasets.readers import FILES, as_array, read_plain_values
 
 BROKEN = (b"e.", b"\x86.", b"h\x05.", b"K\x01K\x02.", b"K\x01K\x02b.")
 IMAGES = "train-images-idx3-ubyte"
@@ -190,7 +190,7 @@ def test_damaged_files_are_refused_by_name_with_the_remedy(digits, tmp_path, fil
     with pytest.raises(InvalidInputError) as refusal:
         load_arrays(digits.data_set, tmp_path)
     assert str(path) in str(refusal.value)
-    assert f"dpsur data fetch mnist --data-dir {tmp_path}" in str(refusal.value)
+    assert f"python -m reproduction data fetch mnist --data-dir {tmp_path}" in str(refusal.value)
 
 
 def test_damaged_batches_are_refused_by_name(photographs, tmp_path):
@@ -207,12 +207,12 @@ def test_damaged_batches_are_refused_by_name(photographs, tmp_path):
 def test_a_missing_file_is_named(digits, tmp_path):
     digits.write(tmp_path / "mnist")
     (tmp_path / "mnist" / f"{IMAGES}.gz").unlink()
-    with pytest.raises(InvalidInputError, match=f"{IMAGES}.gz; run: dpsur data fetch mnist"):
+    with pytest.raises(InvalidInputError, match=f"{IMAGES}.gz; run: .* data fetch mnist"):
         load_arrays(digits.data_set, tmp_path)
 
 
 def test_files_of_another_data_set_are_recognised(digits, tmp_path, monkeypatch):
-    from dpsur.tasks.datasets import store as load
+    from reproduction.datasets import store as load
 
     fashion = replace(
         digits.data_set,
@@ -229,7 +229,7 @@ def test_files_of_another_data_set_are_recognised(digits, tmp_path, monkeypatch)
 
 
 def test_absent_data_says_what_to_do(digits, tmp_path):
-    with pytest.raises(InvalidInputError, match="dpsur data fetch mnist .*by hand: put"):
+    with pytest.raises(InvalidInputError, match="data fetch mnist .*by hand: put"):
         load_arrays(digits.data_set)
     with pytest.raises(InvalidInputError, match="not a folder"):
         load_arrays(digits.data_set, tmp_path / "nowhere")

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from dpsur.errors import InvalidInputError
-from dpsur.tasks.datasets import fetch, load_arrays
-from dpsur.tasks.datasets.download import SourceError, fetch_file
-from dpsur.tasks.datasets.published import Download, Source
-from dpsur.tasks.datasets.readers import DamagedFileError
+from dpsur.tasks.npz import DamagedFileError
 from reproduction import mirrors
-from tests.tasks.conftest import RECORDS, Digits
-from tests.tasks.server import serve
+from reproduction.datasets import fetch, load_arrays
+from reproduction.datasets.download import SourceError, fetch_file
+from reproduction.datasets.published import Download, Source
+from tests.reproduction.datasets.conftest import RECORDS, Digits
+from tests.reproduction.datasets.server import serve
 
 CONTENT = bytes(range(256)) * 5000
 NOWHERE = "http://127.0.0.1:9"
@@ -221,7 +221,7 @@ def test_when_nobody_answers_the_way_by_hand_is_shown(digits, tmp_path):
         fetch(replace(digits.data_set, sources=sources), tmp_path, say=lambda _: None)
     text = str(refusal.value)
     for part in ("first: ", "second: ", "does not answer", "by hand: put the four files", "https://",
-                 str(tmp_path / "mnist"), "dpsur data list --check"):  # fmt: skip
+                 str(tmp_path / "mnist"), "python -m reproduction data list --check"):  # fmt: skip
         assert part in text
 
 

@@ -8,8 +8,9 @@ import torch
 
 from dpsur.functional.records import Examples
 from dpsur.tasks.base import PIXELS, SCATTERING, Task, linear_heads
-from dpsur.tasks.datasets import CIFAR10, load_arrays
-from dpsur.tasks.datasets.readers import BATCHES, Array
+from dpsur.tasks.npz import Array
+from reproduction.datasets import CIFAR10, load_arrays
+from reproduction.datasets.readers import BATCHES
 
 # Means and deviations of another public data set (ImageNet), so they cost no privacy.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -6,15 +6,10 @@ import numpy as np
 import torch
 
 from dpsur.functional.records import Examples
-from dpsur.tasks.base import PIXELS, SCATTERING, Task, linear_heads
-from dpsur.tasks.datasets import FASHION_MNIST, MNIST, load_arrays
-from dpsur.tasks.datasets.readers import Array, Arrays
-
-NETWORKS = {
-    SCATTERING: {"name": "scattering-cnn", "classes": 10},
-    PIXELS: {"name": "pixel-cnn", "classes": 10},
-    **linear_heads((1, 28, 28), classes=10),
-}
+from dpsur.tasks.base import Task
+from dpsur.tasks.mnist_5k import NETWORKS
+from dpsur.tasks.npz import Array, Arrays
+from reproduction.datasets import FASHION_MNIST, MNIST, load_arrays
 
 
 def load(data_dir: Path | None = None) -> tuple[Examples, Examples]:

@@ -1,7 +1,0 @@
-"""The public data sets on disk: found, fetched, decoded once and checked."""
-
-from dpsur.tasks.datasets.download import fetch
-from dpsur.tasks.datasets.published import CIFAR10, DATA_SETS, FASHION_MNIST, IMDB, MNIST
-from dpsur.tasks.datasets.store import load_arrays
-
-__all__ = ["CIFAR10", "DATA_SETS", "FASHION_MNIST", "IMDB", "MNIST", "fetch", "load_arrays"]
