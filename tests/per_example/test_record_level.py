@@ -4,8 +4,10 @@ Everything is in float64, the loss too, so that agreement to 1e-9 leaves no room
 missing cross term or a value of another record. Each law has a mutant that breaks it.
 """
 
+import gc
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -213,17 +215,29 @@ class Shared(nn.Module):
         return self.head(x.mean(1))
 
 
+WIDE = 37  # no other tensor has this width
+
+
 class Checkpointed(nn.Module):
+    """Layers under checkpointing, some of them under two, and one that is called twice."""
+
     def __init__(self, reentrant):
         super().__init__()
         self.first, self.head = nn.Linear(192, 16), nn.Linear(16, CLASSES)
-        self.body = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+        self.body = nn.Sequential(nn.Linear(16, WIDE), nn.GELU(), nn.Linear(WIDE, 16))
+        self.norm = nn.LayerNorm(16)
         self.reentrant = reentrant
+
+    def again(self, function, x):
+        return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=self.reentrant)
+
+    def block(self, x):
+        body = self.body if self.reentrant else partial(self.again, self.body)
+        return x + body(self.norm(x))
 
     def forward(self, x):
         h = self.first(x.flatten(1))
-        again = torch.utils.checkpoint.checkpoint
-        return self.head(h + again(self.body, h, use_reentrant=self.reentrant))
+        return self.head(self.again(self.block, h) + self.again(self.body, self.norm(h)))
 
 
 class WritesIntoZeros(nn.Module):
@@ -447,6 +461,23 @@ def test_gradient_checkpointing_of_hugging_face(name):
     wanted = one_at_a_time(with_labels, model, batch)
     model.gradient_checkpointing_enable()
     check_equal(by_level(with_labels, model, batch), wanted)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_keeps_no_inputs_of_layers(reentrant):
+    model = Checkpointed(reentrant).train()
+    function = RecordFunction((model,), trained(model))
+    given = images().repeat(3, 1, 1, 1).unsqueeze(1)  # a number of records of no other test
+    wide = len(given), WIDE
+
+    def alive():
+        gc.collect()
+        return [v for v in gc.get_objects() if isinstance(v, torch.Tensor) and v.shape == wide]
+
+    tape, scores = function.run(lambda x: model(x), given, len(given))
+    assert not alive()
+    torch.autograd.grad(scores.sum(), tape.leaves, allow_unused=True)
+    assert {slot.split(".")[0] for slot in tape.contributions} == {"first", "norm", "body", "head"}
 
 
 def test_vision_transformer():

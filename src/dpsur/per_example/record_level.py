@@ -52,7 +52,7 @@ from dpsur.functional.tree import Params, map_tensors, tensors_of, with_tensors
 from dpsur.per_example.contributions import split_dimension
 from dpsur.per_example.operations import OPERATION_RULES, Call, derive
 from dpsur.per_example.rules import FASTER, RULES, kind_of, layer_fault
-from dpsur.per_example.tape import Layout, NotSupportedError, Tape
+from dpsur.per_example.tape import Layout, NotSupportedError, Segment, Tape
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,19 @@ class RecordLevel(TorchFunctionMode):
             stack.enter_context(_tracing_transformers())
             stack.enter_context(only_trusted_rules())
             stack.enter_context(_replaced(torch._C._functorch, "get_unwrapped", _refuse_unwrapping))
+            stack.enter_context(self._running())
+            yield self
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """What code needs that runs in the level, now or when a checkpoint runs it again."""
+        with ExitStack() as stack:
             for holder, name, value in self._checkpoints():
                 stack.enter_context(_replaced(holder, name, value))
             stack.enter_context(self._weights())
             stack.enter_context(self.rules())
             stack.enter_context(self._inside())
-            yield self
+            yield
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -431,7 +438,7 @@ class RecordLevel(TorchFunctionMode):
             "early_stop",
         ):
             kwargs.pop(name, None)
-        if not self._on_top() or not torch.is_grad_enabled():
+        if not self._on_top() or not torch.is_grad_enabled() or self.tape.segment is not None:
             return function(*args, **kwargs)
         while isinstance(function, partial):  # its tensors enter the level again as well
             args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
@@ -444,10 +451,11 @@ class RecordLevel(TorchFunctionMode):
         ]
         arguments = _without_tensors((args, kwargs))  # which would outlive the level
         structure: Any = None
+        segment = Segment()
 
         def inner(*values: Tensor) -> tuple[Tensor, ...]:
             nonlocal structure
-            with self._weights(), self.rules(), self._inside():
+            with self._running(), self.tape.within(segment):
                 entered = [self.hide(v) if h else v for v, h in zip(values, hidden, strict=True)]
                 again_args, again_kwargs = with_tensors(arguments, entered)
                 found = function(*again_args, **again_kwargs)

@@ -178,6 +178,7 @@ class Tape:
     # Examples whose loss is NaN, which count for nothing. Backward passes of some activations turn
     # NaN into a number, another one in the middle of a batch than at its end.
     spoiled: Tensor | None = None
+    segment: "Segment | None" = None  # that is under way
 
     def __post_init__(self) -> None:
         self.names = {id(value): name for name, value in self.params.items()}
@@ -202,6 +203,16 @@ class Tape:
         finally:
             self.place = before
 
+    @contextmanager
+    def within(self, segment: "Segment") -> Iterator[None]:
+        """Layers belong to a segment that is computed again in the backward pass."""
+        assert self.segment is None
+        self.segment, segment.layers = segment, 0
+        try:
+            yield
+        finally:
+            self.segment, segment.again = None, True
+
     def known_inputs(self, values: Tensor) -> KnownInputs | None:
         """Where in a data set these inputs of a layer come from, if they are the model's inputs."""
         return self.known if self.known is not None and self.known.holds(values) else None
@@ -217,6 +228,8 @@ class Tape:
 
     def watch(self, output: Tensor, record: Record) -> Tensor:
         """Have `record` called with the gradient of `output` during the backward pass."""
+        if self.segment is not None:
+            record = self.segment.watch(self._anchor, record)
         kept = [record]
 
         def note(gradient: Tensor) -> None:
@@ -388,6 +401,48 @@ def overlap(ranges: list[Range]) -> bool:
         return len(ranges) > 1
     known = sorted(one for one in ranges if one is not None)
     return any(after[0] < before[1] for before, after in pairwise(known))
+
+
+class Segment:
+    """A part of a model under gradient checkpointing: what it keeps is dropped and made anew.
+
+    A layer's hook must not keep the layer's input for the whole backward pass. It holds a token
+    instead, which PyTorch drops and recomputes like all that is saved in the segment; computing it
+    again runs the layer again, which leaves here what its hook needs.
+    """
+
+    def __init__(self) -> None:
+        self.layers = 0
+        self.again = False
+        self._records: dict[int, Record] = {}
+
+    def watch(self, anchor: Tensor, record: Record) -> Record:
+        """What a layer's hook is to keep."""
+        layer, self.layers = self.layers, self.layers + 1
+        if self.again:
+            self._records[layer] = record  # before the token: nothing after the last one is run
+        token = _Token.apply(anchor)  # type: ignore[no-untyped-call]
+        if self.again:
+            return record
+
+        def recomputed(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
+            _ = token.grad_fn.saved_tensors
+            return self._records.pop(layer)(gradient)
+
+        return recomputed
+
+
+class _Token(torch.autograd.Function):
+    """A node of the graph that saves a number and does nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(anchor)
+        return anchor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None
 
 
 class _Root(torch.autograd.Function):
