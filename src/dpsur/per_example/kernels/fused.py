@@ -165,7 +165,8 @@ def depthwise_gradients(
     rows = inputs.new_empty(examples, height, 1, *window.sizes, dtype=torch.float32)
     squares = inputs.new_empty(examples, height, dtype=torch.float32)
     places = prod(maps)
-    step = min(_DEPTHWISE_TILE // entries, max(16, 1 << (places - 1).bit_length()))
+    bits = (places - 1).bit_length()  # powers of four: fewer kernels to compile
+    step = min(_DEPTHWISE_TILE // entries, max(16, 1 << (bits + bits % 2)))
     with on_device(inputs):
         kernels.depthwise_rows[(examples * height,)](
             inputs,

@@ -1,8 +1,8 @@
 """Kernels in Triton, which is not everywhere: `fused.py` imports this where it is needed.
 
 They are for contiguous tensors. Sums are made in float32 and in one order, the same every time.
-Numbers of examples are not specialised: a kernel would be compiled for two or three records, on
-which engines are compared, and again for a batch.
+Compiling a kernel takes a third of a second, and a first step waits for it. So what a kernel does
+not gain by is not specialised: numbers of examples, the sizes of windows, margins.
 """
 # Kernels are a language of their own: arguments have no types, and sizes are in capitals.
 # mypy: ignore-errors
@@ -79,7 +79,7 @@ def split_matrix(
             tl.store(out + place + part * LENGTH, large, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["HIGH", "WIDE", "TOP", "LEFT", "PADDED_HIGH"])
 def pad_and_round(
     inputs, out, HIGH, WIDE, TOP, LEFT, PADDED_HIGH, PADDED_WIDE, BLOCK: tl.constexpr
 ):
@@ -97,7 +97,16 @@ def pad_and_round(
     tl.store(out + row * size + place, narrow, mask=place < size)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "HEIGHT",
+        "TILES",
+        "KERNEL_HIGH",
+        "KERNEL_WIDE",
+        "DILATED_DOWN",
+        "DILATED_ALONG",
+    ]
+)
 def convolution_rows(
     inputs,
     outputs,
@@ -110,12 +119,12 @@ def convolution_rows(
     PLACES,
     WIDE,
     TILES,
-    KERNEL_HIGH: tl.constexpr,
-    KERNEL_WIDE: tl.constexpr,
+    KERNEL_HIGH,
+    KERNEL_WIDE,
     DOWN: tl.constexpr,
     ALONG: tl.constexpr,
-    DILATED_DOWN: tl.constexpr,
-    DILATED_ALONG: tl.constexpr,
+    DILATED_DOWN,
+    DILATED_ALONG,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     STEP: tl.constexpr,
@@ -161,7 +170,22 @@ def convolution_rows(
     tl.store(squares + program, tl.sum(total * total))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "MULTIPLE",
+        "HIGH",
+        "BROAD",
+        "WIDE",
+        "KERNEL_HIGH",
+        "KERNEL_WIDE",
+        "DOWN",
+        "ALONG",
+        "DILATED_DOWN",
+        "DILATED_ALONG",
+        "MARGIN_DOWN",
+        "MARGIN_ALONG",
+    ]
+)
 def depthwise_rows(
     inputs,
     outputs,
@@ -172,14 +196,14 @@ def depthwise_rows(
     BROAD,
     PLACES,
     WIDE,
-    KERNEL_HIGH: tl.constexpr,
-    KERNEL_WIDE: tl.constexpr,
-    DOWN: tl.constexpr,
-    ALONG: tl.constexpr,
-    DILATED_DOWN: tl.constexpr,
-    DILATED_ALONG: tl.constexpr,
-    MARGIN_DOWN: tl.constexpr,
-    MARGIN_ALONG: tl.constexpr,
+    KERNEL_HIGH,
+    KERNEL_WIDE,
+    DOWN,
+    ALONG,
+    DILATED_DOWN,
+    DILATED_ALONG,
+    MARGIN_DOWN,
+    MARGIN_ALONG,
     ENTRIES: tl.constexpr,
     STEP: tl.constexpr,
 ):
@@ -229,7 +253,7 @@ def weighted_rows(
     tl.store(out + part * WIDTH + column, tl.sum(total, 0), mask=column < WIDTH)
 
 
-@triton.jit(do_not_specialize=["ROWS"])
+@triton.jit(do_not_specialize=["ROWS", "EACH"])
 def channel_sums(
     inputs,
     slopes,
@@ -265,7 +289,7 @@ def channel_sums(
     tl.store(shift + row, tl.sum(plain, 1), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["POSITIONS"])
 def position_sums(
     inputs,
     slopes,
