@@ -441,7 +441,7 @@ class _Token(torch.autograd.Function):
         return anchor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(*_: Any) -> Any:
         return None
 
 
