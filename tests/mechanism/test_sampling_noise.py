@@ -93,7 +93,7 @@ def test_the_noise_ends_where_the_uniform_draws_do(dtype, end, monkeypatch):
     """Draws in float32, the control, have no tail: 24 bits reach sqrt(48 ln 2) = 5.77."""
     draws = torch.zeros(12, dtype=torch.float64)
     draws[::2] = 1 - torch.finfo(dtype).eps / 2  # as large as the radius gets, and no angle
-    random_numbers._box_muller_(draws)
+    random_numbers._box_muller(draws, 1.0, draws)
     monkeypatch.setattr(random_numbers, "_on_cpu", lambda *_, normal: draws)
     total = ClippedSum({"a": torch.zeros(10)}, sensitivity=0.5)
     found = gaussian.add_noise(total, 2.0, stream())["a"]

@@ -1,4 +1,5 @@
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -204,3 +205,40 @@ def test_bits_do_not_depend_on_the_number_of_threads():
     assert torch.equal(found[0][1], found[1][1])
     part = Streams(5, CPU).at(7)[NOISE].normal(1000, offset=random_numbers._AT_ONCE - 500)
     assert torch.equal(part, found[0][0][random_numbers._AT_ONCE - 500 :][:1000])
+
+
+@pytest.mark.parametrize("seed", [0, None])
+def test_threads_draw_the_same_bits(seed):
+    """Also where the caller's mode is not that of a new thread."""
+    streams, count = Streams(seed, CPU), 3 * random_numbers._AT_ONCE + 5
+    alone = threads_for(1, lambda: streams.at(1)[NOISE].normal(count))
+    together = threads_for(2, lambda: streams.at(1)[NOISE].normal(count))
+    assert torch.equal(alone, together)
+    values = torch.zeros(count)
+    with torch.inference_mode():
+        found = threads_for(2, lambda: streams.at(1)[NOISE].add_normal(values + 0, 1.0))
+    assert torch.equal(found, alone.float())
+
+
+def threads_for(count, draw):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        found = draw()
+        assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_has_workers_of_its_own():
+    assert random_numbers._workers(2).submit(int).result() == 0
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(random_numbers._workers(2).submit(int).result(20))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -23,9 +23,11 @@ import hashlib
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
+from threading import Barrier
 from typing import Final
 
 import numpy as np
@@ -55,7 +57,8 @@ _UNIT = 2.0**-53
 # Words that are worked on at once on a CPU: what fits its caches is faster.
 _AT_ONCE = 2**16
 _ZEROS = bytes(8 * _AT_ONCE)
-# Normal numbers that are in memory at once where they are added to a vector without a kernel.
+_MOST_WORKERS = 8  # more would wait for each other's Python
+# Normal numbers that are in memory at once where they are added to a vector on a device.
 _ADDED_AT_ONCE = 2**19
 _THREADS = 256
 _SOURCE = """
@@ -251,12 +254,13 @@ def add_normal(
     values = values.contiguous()
     found = values if in_place else torch.empty_like(values)
     if kernel is None:
-        for start in range(0, count, _ADDED_AT_ONCE):
-            some = slice(start, min(start + _ADDED_AT_ONCE, count))
-            where = (purpose, rank, offset + start)
-            noise = draw_normal(key, step, where, some.stop - start, device)
+
+        def add(some: slice) -> None:
+            where = (purpose, rank, offset + some.start)
+            noise = draw_normal(key, step, where, some.stop - some.start, device)
             found[some] = noise.mul_(scale).add_(values[some])
-            del noise  # before the next part is drawn
+
+        _in_parts(add, count, device)
         return found
     if not isinstance(scale, Tensor):
         scale = torch.full((), scale, dtype=torch.float64, device=device)
@@ -339,56 +343,93 @@ def _check_blocks(key: Key, end: int) -> None:
         raise OverflowError(f"a draw of {end * key.block:,} numbers is longer than its counter")
 
 
+def _in_parts(work: Callable[[slice], None], count: int, device: torch.device) -> None:
+    """Part by part; on a CPU by as many threads as PyTorch has, in none of which it starts more."""
+    most = _AT_ONCE if device.type == "cpu" else _ADDED_AT_ONCE
+    some = [slice(start, min(start + most, count)) for start in range(0, count, most)]
+    # as many parts as one thread has taken anyway; one of `add_normal` is not divided again
+    threads = min(torch.get_num_threads(), _MOST_WORKERS, count // most)
+    if device.type != "cpu" or threads < 2:
+        for one in some:
+            work(one)
+        return
+    inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
+
+    def work_alike(one: slice) -> None:
+        with torch.inference_mode(inference):
+            work(one)
+
+    # drawing and PyTorch's functions both leave the interpreter to other threads
+    list(_workers(threads).map(work_alike, some))
+
+
+@cache
+def _workers(threads: int) -> ThreadPoolExecutor:
+    """Threads that stay, each with one thread for PyTorch's functions."""
+    pool = ThreadPoolExecutor(threads, "dpsur-noise", torch.set_num_threads, (1,))
+    usual, met = torch.get_num_threads(), Barrier(threads)
+    list(pool.map(lambda _: met.wait(), range(threads)))
+    torch.set_num_threads(usual)  # what threads that are started from now on begin with
+    return pool
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_workers.cache_clear)  # where they do not exist
+
+
 def _on_cpu(key: Key, step: int, address: Address, blocks: int, *, normal: bool) -> Tensor:
-    """Piece by piece, by as many threads as PyTorch has; bits do not depend on their number."""
-    found = np.empty(key.block * blocks)
+    """In parts, whose bits do not depend on who draws them."""
+    found = torch.empty(key.block * blocks, dtype=torch.float64, device="cpu")
     fill = _fill_by_cipher if key.secret else _fill_by_philox
 
-    def work(start: int) -> None:
-        piece = found[start : start + _AT_ONCE]
-        fill(key, step, address, start // key.block, piece)
+    def work(some: slice) -> None:
+        piece = found[some]
+        numbers, unit = fill(key, step, address, some.start // key.block, piece)
         if normal:
-            _box_muller_(torch.from_numpy(piece))
+            _box_muller(numbers, unit, piece)
+        else:
+            torch.mul(numbers.double(), unit, out=piece)
 
-    starts = range(0, len(found), _AT_ONCE)
-    threads = min(torch.get_num_threads(), len(starts))
-    if threads > 1:
-        # drawing and PyTorch's functions both leave the interpreter to other threads
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work, starts))
-    else:
-        for start in starts:
-            work(start)
-    return torch.from_numpy(found)
+    _in_parts(work, len(found), found.device)
+    return found
 
 
-_Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
-
-
-def _fill_by_cipher(key: Key, step: int, address: Address, block: int, out: _Numbers) -> None:
-    """The key stream of ChaCha20: what it makes of zeros."""
+def _fill_by_cipher(
+    key: Key, step: int, address: Address, block: int, place: Tensor
+) -> tuple[Tensor, float]:
+    """The key stream of ChaCha20, what it makes of zeros: 53 bits of each word, and their unit."""
     purpose, rank, first = address
     counter = struct.pack("<IIQ", first + block, purpose | rank << 16, step)
     cipher = Cipher(algorithms.ChaCha20(key.content, counter), mode=None).encryptor()
-    cipher.update_into(_ZEROS[: out.nbytes], out.view(np.uint8).data)
-    words = out.view("<u8")
-    np.multiply(words >> np.uint64(11), _UNIT, out=out)
+    content = place.numpy()
+    cipher.update_into(_ZEROS[: content.nbytes], content.view(np.uint8).data)
+    words = content.view("<u8")
+    np.right_shift(words, np.uint64(11), out=words)
+    return place.view(torch.int64), _UNIT
 
 
-def _fill_by_philox(key: Key, step: int, address: Address, block: int, out: _Numbers) -> None:
+def _fill_by_philox(
+    key: Key, step: int, address: Address, block: int, place: Tensor
+) -> tuple[Tensor, float]:
+    """Uniform numbers, and their unit."""
     purpose, rank, first = address
     counter = np.array([first + block, rank, purpose, step], dtype=np.uint64)
     words = np.frombuffer(key.content, dtype="<u8")
-    np.random.Generator(np.random.Philox(counter=counter, key=words)).random(out=out)
+    np.random.Generator(np.random.Philox(counter=counter, key=words)).random(out=place.numpy())
+    return place, 1.0
 
 
-def _box_muller_(uniform: Tensor) -> None:
-    """Replace pairs of uniform numbers by pairs of normal numbers."""
-    pairs = uniform.view(-1, 2)
-    radius = pairs[:, 0].neg().log1p_().mul_(-2.0).sqrt_()
-    angle = pairs[:, 1] * (2 * math.pi)
-    torch.mul(torch.cos(angle), radius, out=pairs[:, 0])
-    torch.mul(torch.sin(angle), radius, out=pairs[:, 1])
+def _box_muller(numbers: Tensor, unit: float, out: Tensor) -> None:
+    """Pairs of normal numbers from pairs of uniform ones, which are in units of a power of two.
+
+    `out` may be the memory of the numbers.
+    """
+    pairs, normal = numbers.view(-1, 2), out.view(-1, 2)
+    radius = pairs[:, 0].double() * -unit
+    angle = pairs[:, 1].double() * (2 * math.pi * unit)
+    radius.log1p_().mul_(-2.0).sqrt_()
+    torch.mul(torch.cos(angle), radius, out=normal[:, 0])
+    torch.mul(angle.sin_(), radius, out=normal[:, 1])
 
 
 def _on_cuda(
@@ -408,7 +449,7 @@ def _on_cuda(
         find = cipher_numbers if key.secret else philox_numbers
         found = find(words, step, address, blocks)
         if normal:
-            _box_muller_(found)
+            _box_muller(found, 1.0, found)
         return found
     found = torch.empty(key.block * blocks, dtype=torch.float64, device=device)
     if blocks:
