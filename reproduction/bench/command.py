@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +21,7 @@ from dpsur.bench.arms import (
 )
 from dpsur.bench.measurement import line, rows
 from dpsur.errors import InvalidInputError
+from dpsur.functional.process_settings import device_name
 from reproduction.bench.arms import ARMS
 from reproduction.bench.networks import NETWORKS, network_named
 from reproduction.bench.report import markdown
@@ -251,19 +251,6 @@ def origin_of(settings: Settings) -> dict[str, Any]:
         "device_name": device_name(settings.device),
         **made,
     }
-
-
-def device_name(device: torch.device) -> str:
-    """What the machine calls the device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line for line in info.read_text(encoding="utf-8").splitlines() if "model name" in line]
-        if info.exists()
-        else []
-    )
-    return names[0].split(":", 1)[1].strip() if names else platform.machine()
 
 
 def _version(package: str) -> str:

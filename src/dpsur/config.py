@@ -53,7 +53,8 @@ STEERING_ACCOUNTINGS = ("proven", "every-trial")
 class Intervals(checks.NamedArguments):
     """How often to save checkpoints and to evaluate. The result does not depend on it.
 
-    CUDA graphs make trials in blocks, and what is due comes when a block is done.
+    CUDA graphs make trials in blocks, and what is due comes when a block is done. A `replayable`
+    run makes them one by one, with kernels that give the same bits every time.
     """
 
     checkpoint_every: int = option(
@@ -68,6 +69,12 @@ class Intervals(checks.NamedArguments):
         "updates between evaluations on the public test set (default: 20 evaluations in a run)",
         check=checks.at_least_one,
         metavar="UPDATES",
+        group=RUN,
+    )
+    replayable: bool = option(
+        False,
+        "keep the state after every update in private/ and commit to it in the release, so that "
+        "`dpsur verify --replay` can recompute updates; trials are not captured (default: no)",
         group=RUN,
     )
     rank_timeout: float = option(
@@ -352,6 +359,11 @@ class RunConfig(checks.NamedArguments):
         check_kind("performance", self.performance, Performance)
         check_options(self)
         self._check_groups()
+        if self.intervals.replayable and self.seed is not None:
+            raise InvalidInputError(
+                "a replayable run commits to the key of its random numbers, and a key that follows "
+                f"from a seed can be guessed; leave out seed {self.seed} or replayable"
+            )
         if self.holdout is not None and isinstance(self.method, Nonprivate):
             raise InvalidInputError(
                 f"holdout {self.holdout:g} is for private runs; method {self.method.name} is none: "

@@ -104,6 +104,12 @@ class NothingReleasedError(DpsurError):
     code = "nothing-released"
 
 
+class ReplayError(DpsurError):
+    """A finished run that its records, its key and its release do not give again."""
+
+    code = "replay"
+
+
 class DistributedError(DpsurError):
     """Another process of a distributed run has failed, or differs; nothing is released."""
 

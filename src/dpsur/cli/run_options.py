@@ -221,20 +221,25 @@ def stored_config(options: argparse.Namespace) -> tuple[RunConfig, RunFolder]:
         raise InvalidInputError(
             f"the run in {folder.root} has finished; its result is in {folder.release}"
         )
-    try:
-        config = RunConfig.from_json(json.loads(folder.config.read_bytes()))
-    except (FileNotFoundError, NotADirectoryError):
-        raise InvalidInputError(_nothing_to_resume(folder)) from None
-    except InvalidInputError as error:
-        raise CheckpointError(_damaged(folder, str(error))) from error
-    except (ValueError, RecursionError):
-        raise CheckpointError(_damaged(folder, "it is not JSON")) from None
+    config = config_in(folder)
     if not folder.checkpoint.exists() and not folder.unstarted:
         raise CheckpointError(
             f"{folder.root} cannot be resumed: {folder.checkpoint} is missing; start a new run in "
             "another folder"
         )
     return config, folder
+
+
+def config_in(folder: RunFolder) -> RunConfig:
+    """The config that a run of the command line has stored."""
+    try:
+        return RunConfig.from_json(json.loads(folder.config.read_bytes()))
+    except (FileNotFoundError, NotADirectoryError):
+        raise InvalidInputError(_nothing_to_resume(folder)) from None
+    except InvalidInputError as error:
+        raise CheckpointError(_damaged(folder, str(error))) from error
+    except (ValueError, RecursionError):
+        raise CheckpointError(_damaged(folder, "it is not JSON")) from None
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:

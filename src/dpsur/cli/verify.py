@@ -4,8 +4,18 @@ import argparse
 import json
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
+from dpsur import checks
+from dpsur.cli.run_options import config_in
+from dpsur.errors import InvalidInputError
+from dpsur.runs.checkpoint import load_positions
+from dpsur.runs.files import RELEASE, RunFolder
+from dpsur.runs.fit import replayed
+from dpsur.runs.replay import Replayed
 from dpsur.runs.signing import signature_faults
+from dpsur.runs.tasks import build_task_session
 from dpsur.runs.verification import CHECKED, NOT_CHECKED, verification
 from dpsur.status import status
 
@@ -29,8 +39,14 @@ Check a release against itself.
   dpsur verify run
   dpsur verify run --json
   dpsur verify run --key hospital.pem.pub    signed by this key, with every file unchanged
+  dpsur verify run --replay 20               made as stated: 20 steps computed again
 
 A release that `dpsur sign` has signed must be what was signed, with or without --key.
+
+--replay is for whoever may read the records and the private folder of a run that was trained with
+--replayable. Steps are chosen at random, and made again from the state before them. Where a share f
+of all steps was not made as stated, N steps show it but for a probability of (1-f)^N. On the same
+device and versions bits are compared, elsewhere the distance in clip norms.
 
 {WHAT_IS_CHECKED}"""
 
@@ -41,6 +57,12 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="a run folder, or the release folder in it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--key", metavar="FILE", help="the public key that must have signed it")
+    again = parser.add_argument_group("with the records")
+    again.add_argument("--replay", type=int, metavar="N", help="make N steps again, at random")
+    again.add_argument(
+        "--data", metavar="PATH", help="where the records are now (default: as then)"
+    )
+    again.add_argument("--device", help="cpu, cuda or auto (default: as then)")
     parser.set_defaults(run=run)
 
 
@@ -50,10 +72,16 @@ def run(options: argparse.Namespace) -> int:
     with status("computing every epsilon again, and planning the run again"):
         found, epsilon, opinions = verification(options.folder)
     faults += found
+    again = None
+    if options.replay is not None and not faults:
+        again = _replayed(options)
+        faults += again.faults
     if options.json:
         lists = {"checked": CHECKED, "not_checked": NOT_CHECKED}
         independent = [opinion.to_json() for opinion in opinions]
         verdict = {"ok": not faults, "faults": faults, "epsilon": epsilon, "signed_by": signer}
+        if again is not None:
+            verdict["replay"] = {"exact": again.exact, "steps": again.distances}
         print(json.dumps({**verdict, "independent": independent, **lists}))
     else:
         for fault in faults:
@@ -65,5 +93,29 @@ def run(options: argparse.Namespace) -> int:
                 print(f"every file is as it was signed, by {known}")
             for opinion in opinions:
                 print(opinion.describe())
+            if again is not None:
+                print(again.describe())
             print("what this checks, and what a release cannot show: dpsur verify --help")
     return 1 if faults else 0
+
+
+def _replayed(options: argparse.Namespace) -> Replayed:
+    checks.at_least_one("replay", options.replay)
+    root = Path(options.folder)
+    folder = RunFolder(root if (root / RELEASE).is_dir() else root.absolute().parent)
+    if not folder.config.exists():
+        raise InvalidInputError(
+            f"{folder.root} holds no private folder of a run of the command line; replay a run "
+            "that was started from Python there: dpsur.fit(..., replay=N)"
+        )
+    config = replace(config_in(folder), ledger=None)  # nothing is spent
+    if options.device is not None:
+        config = replace(config, device=options.device)
+    if options.data is not None:
+        kind, own, _ = (config.task or "").partition(":")
+        moved = {"task": f"{kind}:{options.data}"} if own else {"data_dir": Path(options.data)}
+        config = replace(config, **moved)
+    with status("making steps again"):
+        positions = load_positions(folder.checkpoint)
+        session, origin = build_task_session(config, positions=positions)
+        return replayed(session, folder, origin, options.replay)

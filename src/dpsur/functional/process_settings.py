@@ -1,9 +1,11 @@
 """Settings of the whole process: precision, global seeds, deterministic kernels."""
 
 import os
+import platform
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,3 +112,16 @@ def repeatable(device: torch.device, seeded: bool) -> Iterator[None]:
 def widen(values: Tensor) -> Tensor:
     """Norms and sums are never taken in half precision."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def device_name(device: torch.device) -> str:
+    """What the machine calls the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line for line in info.read_text(encoding="utf-8").splitlines() if "model name" in line]
+        if info.exists()
+        else []
+    )
+    return names[0].split(":", 1)[1].strip() if names else platform.machine()

@@ -330,6 +330,11 @@ class Ledger:
     def updates(self) -> int:
         return sum(entry.updates for entry in self.entries if isinstance(entry.step, Trial))
 
+    @property
+    def kept(self) -> int:
+        """Steps that were not rejected: updates, and figures that were released between them."""
+        return sum(entry.updates for entry in self.entries)
+
     def record(self, step: Step, *, updates: int, trials: int = 1) -> "Ledger":
         """Add a block of equal steps, of which `updates` were accepted."""
         new = Entry(step, trials=trials, updates=updates)

@@ -84,6 +84,7 @@ class RunFacts:
     metrics: Sequence[Mapping[str, Any]] | None = None  # noisy values that were paid for
     test: Mapping[str, Any] | None = None  # figures on public records: "records" and "scores"
     holdout: Mapping[str, Any] | None = None  # noisy figures on private records held out
+    replay: Mapping[str, str] | None = None  # commitments of a replayable run
 
 
 class Statement(dict[str, Any]):
@@ -132,7 +133,7 @@ def privacy_statement(
     texts = latest() if texts is None else texts
     words, epsilon, figures = TEXTS[texts], plan.epsilon(), plan.figures()
     private = math.isfinite(epsilon)
-    more = {"metrics": facts.metrics, "test": facts.test, "holdout": facts.holdout}
+    more = {name: getattr(facts, name) for name in ("metrics", "test", "holdout", "replay")}
     found = {
         "format": FORMAT,
         "texts": texts,

@@ -2,12 +2,13 @@
 
 import copy
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from dpsur.config import Performance, RunConfig
 from dpsur.distributed import connect
@@ -87,6 +88,7 @@ def build_session(
     views: int = 1,
     groups: Groups | None = None,
     booking: str | None = None,
+    positions: Mapping[str, Tensor] | None = None,
 ) -> Session:
     """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
 
@@ -94,7 +96,8 @@ def build_session(
     drawn once for one run. `pixel_scale` is what images were standardised with, `table` where the
     numbers of a table are. `holdout` are private records that are not trained on. `groups` say to
     whom each record belongs: then persons are sampled, clipped and counted in place of records.
-    `booking` is the id of a run that is resumed in the ledger of its data.
+    `booking` is the id of a run that is resumed in the ledger of its data. With the `positions` of
+    the streams of another run all random numbers are its own (see `load_positions`).
     Under `torchrun` every process builds the same session, from the weights of rank 0.
     """
     check_is_loss(loss)
@@ -175,6 +178,8 @@ def build_session(
         unit = RECORD if groups is None else PERSON
         booking = ranks.from_main(lambda: _book(config, plan, unit, train, booking)).decode()
     streams = Streams(config.seed, device, ranks)
+    if positions is not None:
+        streams.restore(positions)
     inputs = compute_inputs(features, train, test, streams, released, persons)
     test = None if inputs.test is None else inputs.test.to(device)
     units = inputs.train
@@ -208,6 +213,7 @@ def build_session(
         holdout=holdout,
         records_per_person=None if groups is None else groups.records_each,
         booking=booking,
+        records=train if config.intervals.replayable else None,
     )
 
 

@@ -211,10 +211,12 @@ class Checkpoint:
 
     @staticmethod
     def from_plain(
-        values: Mapping[str, Any], fingerprint: Fingerprint, where: str, remedy: str
+        values: Mapping[str, Any], fingerprint: Fingerprint | None, where: str, remedy: str
     ) -> "Checkpoint":
         """Read what `to_plain` wrote; refuse another format, or what belongs to another run."""
         check_format(values.get("format"), where)
+        if fingerprint is None:
+            fingerprint = Fingerprint(str(values.get("fingerprint")), values.get("parts", {}))
         if values.get("fingerprint") != fingerprint.total:
             differing = fingerprint.differences(values.get("parts"))
             raise CheckpointError(
@@ -263,9 +265,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Path, fingerprint: Fingerprint, content: bytes | None = None
+    path: Path, fingerprint: Fingerprint | None, content: bytes | None = None
 ) -> Checkpoint:
-    """Read a checkpoint; refuse one that is damaged or belongs to another run.
+    """Read a checkpoint; refuse one that is damaged or belongs to another run than the fingerprint.
 
     `content` is that of the file, where it has been read already.
     """
@@ -285,6 +287,11 @@ def load_statistics(path: Path, ranks: Ranks = ALONE) -> Statistics:
     """
     content = ranks.from_main(lambda: read_checkpoint(path))
     return _under(_STATISTICS, _parse(path, content)[0])
+
+
+def load_positions(path: Path) -> Mapping[str, Tensor]:
+    """What `Streams.restore` takes: the key of a run, to make its draws again."""
+    return _under(_STREAM, _parse(path, read_checkpoint(path))[0])
 
 
 def restore(checkpoint: Checkpoint, initial: Progress, streams: Streams) -> Progress:

@@ -24,6 +24,7 @@ CARD = "README.md"
 CHECKPOINT, CONFIG, LOCK = "checkpoint.safetensors", "config.json", "lock"
 METRICS, CURVES = "metrics.jsonl", "curves.png"
 BOOKING = "booking"  # the run's id in the ledger of its data
+UPDATES = "updates"
 PRIVATE_FILES = (CHECKPOINT, CONFIG, LOCK, METRICS, CURVES, BOOKING)
 
 
@@ -144,6 +145,10 @@ class RunFolder:
     @property
     def checkpoint(self) -> Path:
         return self.private / CHECKPOINT
+
+    def update(self, number: int) -> Path:
+        """Where a replayable run keeps its state after so many steps; 0 is before the first."""
+        return self.private / UPDATES / f"{number:08d}.safetensors"
 
     @property
     def config(self) -> Path:

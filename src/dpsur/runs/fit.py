@@ -23,7 +23,7 @@ from dpsur.config import (
 )
 from dpsur.distributed import connect, restarted
 from dpsur.environment import versions
-from dpsur.errors import InvalidInputError, PrivacyWarning
+from dpsur.errors import InvalidInputError, PrivacyWarning, ReplayError
 from dpsur.functional.persons import (
     DEFAULT_RECORDS,
     Groups,
@@ -52,7 +52,7 @@ from dpsur.privacy.statement import (
     privacy_statement,
 )
 from dpsur.runs.build_session import build_session, choose_device
-from dpsur.runs.checkpoint import load_statistics
+from dpsur.runs.checkpoint import load_positions, load_statistics
 from dpsur.runs.data import Collated, is_classification
 from dpsur.runs.evaluation import (
     LABEL_LOSS_MODULES,
@@ -80,6 +80,8 @@ from dpsur.runs.release import (
     released_model,
     write_release,
 )
+from dpsur.runs.replay import AT_RANDOM, Choose, Replayed, commitments
+from dpsur.runs.replay import replay as replay_run
 from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Session
 from dpsur.runs.tasks import note_privately, origin_of
@@ -133,6 +135,7 @@ def fit(
     observers: Sequence[Observer] = (),
     progress: bool = True,
     track: str | None = None,
+    replay: int | None = None,
 ) -> Run:
     """Train a copy of `model` on `train_set` within `budget`.
 
@@ -203,6 +206,10 @@ def fit(
         observers: are called after every trial. What they see is private.
         progress: show a bar on a terminal and in a notebook, with public figures only.
         track: "tensorboard", "mlflow" or "wandb" gets public figures of the run, and no others.
+        replay: hold the finished run in `out` against these arguments in place of training: so many
+            steps, chosen at random, are computed again. Raises `ReplayError` where they, the
+            commitments or the weights of its release differ. The run must have been made with
+            `Intervals(replayable=True)`.
 
     Formal guarantee: `Run.model` is (epsilon, delta)-differentially private for adding or removing
     one record of `train_set`, with `groups` one person and all of their records, as `Run.statement`
@@ -212,6 +219,9 @@ def fit(
     check_budget(budget)
     if track is not None:
         check_track(track)
+    if replay is not None:
+        checks.at_least_one("replay", replay)
+        intervals, ledger = replace(intervals or Intervals(), replayable=True), None
     if collate is not None:
         train_set = Collated(train_set, collate)
         test_set = None if test_set is None else Collated(test_set, collate)
@@ -281,12 +291,13 @@ def fit(
         performance=Performance() if performance is None else performance,
     )
     folder = None if config.out is None else RunFolder(config.out)
-    if folder is None and resume:
-        raise InvalidInputError("resume needs the folder of the interrupted run; set out")
+    if folder is None and (resume or replay is not None):
+        raise InvalidInputError("resume and replay need the folder of the run; set out")
     ranks = connect(choose_device(config.device), config.intervals.rank_timeout)
     with ranks.ends_together(), silenced(not ranks.is_main):
         if folder is not None:
-            resume = ranks.decided(lambda: resumes(folder, asked=resume))
+            again = resume or replay is not None
+            resume = ranks.decided(lambda: resumes(folder, asked=again))
         session = build_session(
             config,
             model,
@@ -297,7 +308,10 @@ def fit(
             views=views,
             table=None if task is None else task.table,
             holdout=held,
-            released=load_statistics(folder.checkpoint, ranks) if folder and resume else None,
+            released=load_statistics(folder.checkpoint, ranks)
+            if folder and resume and not replay
+            else None,
+            positions=load_positions(folder.checkpoint) if folder and replay else None,
             pixel_scale=None if task is None else task.pixel_scale,
             groups=grouped,
             booking=folder.booking if folder and resume else None,
@@ -310,6 +324,12 @@ def fit(
             if task is None
             else origin_of(task, network, session)
         )
+        if folder is not None and replay is not None:
+            found = replayed(session, folder, origin, replay)
+            if found.faults:
+                raise ReplayError("; ".join(found.faults))
+            notes([found.describe()])
+            return found.run
         with ExitStack() as open_until_the_end:
             if track is not None and ranks.is_main:
                 place = None if folder is None else folder.root
@@ -446,11 +466,29 @@ def execute(
             write_atomically(folder.config, to_json(session.config.to_json()), mode=0o600)
         recorder = Recorder(folder.private)
         progress = session.run([recorder, *observers], folder, resume, stop_requested)
-        run = finish_run(session, progress, recorder, origin)
+        replayable = session.config.intervals.replayable
+        committed = commitments(session, folder, progress) if replayable else None
+        run = finish_run(session, progress, recorder, origin, committed)
         write_release(folder.release, run.model, run.statement, origin)
         ranks.wait_for_all()
         draw_curves(recorder.rows, folder.private / CURVES)
     return replace(run, saved=folder.release)
+
+
+def replayed(
+    session: Session,
+    folder: RunFolder,
+    origin: Origin,
+    steps: int,
+    choose: Choose = AT_RANDOM,
+) -> Replayed:
+    """Hold the finished run in a folder against a session like its own, and make steps again."""
+    origin = with_persons(replace(origin, predicts=what_is_predicted(session)), session)
+
+    def finish(last: Progress, committed: Mapping[str, str]) -> Run:
+        return finish_run(session, last, Recorder(), origin, committed)
+
+    return replay_run(session, folder, finish, steps, choose)
 
 
 def _follow(
@@ -512,12 +550,25 @@ def objections(session: Session) -> list[str]:
     return planned_warnings(session.plan, size, seeded=seeded)
 
 
-def finish_run(session: Session, progress: Progress, recorder: Recorder, origin: Origin) -> Run:
+def finish_run(
+    session: Session,
+    progress: Progress,
+    recorder: Recorder,
+    origin: Origin,
+    committed: Mapping[str, str] | None = None,
+) -> Run:
+    """The result of a run that has ended, with what it commits to."""
     with session.arithmetic():
-        return _result(session, progress, recorder, origin)
+        return _result(session, progress, recorder, origin, committed)
 
 
-def _result(session: Session, progress: Progress, recorder: Recorder, origin: Origin) -> Run:
+def _result(
+    session: Session,
+    progress: Progress,
+    recorder: Recorder,
+    origin: Origin,
+    committed: Mapping[str, str] | None,
+) -> Run:
     released = progress.state.released_params
     scores = None
     if session.test is not None:
@@ -538,6 +589,7 @@ def _result(session: Session, progress: Progress, recorder: Recorder, origin: Or
         metrics=released_metrics(session.procedure, progress.state),
         test=None if session.test is None else {"records": len(session.test), "scores": scores},
         holdout=_holdout_figures(session, model),
+        replay=committed,
     )
     return Run(
         model=model,

@@ -11,7 +11,7 @@ from torch import nn
 
 from dpsur.config import RunConfig
 from dpsur.distributed import Ranks
-from dpsur.errors import InterruptedRunError
+from dpsur.errors import InterruptedRunError, InvalidInputError
 from dpsur.functional.problem import Problem, check_fixed_parts, fixed_parts
 from dpsur.functional.process_settings import precision, repeatable
 from dpsur.functional.records import Examples, HostExamples
@@ -81,8 +81,9 @@ class Session:
 
     `config` is what was asked for; `method` has what it left open filled in. `original` is the
     model as it was before any record reached it. It is never called. `holdout` are private records
-    that noisy figures are released of. With `records_per_person` the
-    rows of the problem are persons. `booking` is the id of the run in the ledger of its data.
+    that noisy figures are released of, `records` those of the problem before their features were
+    computed, where a release commits to them. With `records_per_person` the rows of the problem are
+    persons. `booking` is the id of the run in the ledger of its data.
     """
 
     config: RunConfig
@@ -97,6 +98,7 @@ class Session:
     layer_descriptions: tuple[Mapping[str, Any], ...] = ()
     statistics: Statistics = field(default_factory=dict)
     holdout: Examples | None = None
+    records: Examples | None = None
     records_per_person: int | None = None
     booking: str | None = None
 
@@ -153,7 +155,8 @@ class Session:
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
         """The kernels and the precision of this run: settings of the whole process."""
-        exact = self.streams.seeded and self.config.performance.repeatable
+        exact = self.config.intervals.replayable
+        exact |= self.streams.seeded and self.config.performance.repeatable
         with (
             repeatable(self.streams.device, exact),
             precision(self.config.performance.tf32, whole_run=True),
@@ -196,6 +199,8 @@ class Session:
                 return None, None
             several = "several processes make this run together"
             return None, several if self.config.performance.capture else "capture is switched off"
+        if self.config.intervals.replayable:
+            return None, "the run is replayable, and keeps its state after every update"
         obstacle = capture_obstacle(self.problem.train, self._sample_rates())
         if obstacle is not None:
             return None, obstacle
@@ -257,6 +262,10 @@ class ActiveRun:
         resume: bool,
         stop_requested: Callable[[], bool],
     ) -> None:
+        if session.config.intervals.replayable and (folder is None or session.ranks.size > 1):
+            raise InvalidInputError(
+                "replayable is for a run of one process that has a folder; set out, or leave it out"
+            )
         self._session, self._observers = session, observers
         self._folder, self._stop_requested = folder, stop_requested
         ranks, needed = session.ranks, folder is not None or session.ranks.size > 1
@@ -269,9 +278,16 @@ class ActiveRun:
             content = ranks.from_main(lambda: read_checkpoint(path))  # one file for all ranks
             saved = load_checkpoint(path, self._fingerprint, content)
             progress = restore(saved, progress, session.streams)
+            if session.config.intervals.replayable and not folder.update(0).exists():
+                raise InvalidInputError(
+                    f"the run in {folder.root} did not begin as a replayable one; resume it "
+                    "without replayable"
+                )
         self._saved_at = progress.ledger.trials
         self._evaluated_at = session.plan.elapsed(progress.ledger)
         self._save(progress)
+        self._kept = -1
+        self._keep(progress)
         for observer in observers:
             observer.started(session.plan, progress)
         self._loop = session.loop(progress)
@@ -288,6 +304,7 @@ class ActiveRun:
         """Wait for the block; report, evaluate and save what is due."""
         found = self._loop.collect()
         progress = self._loop.progress
+        self._keep(progress)
         is_trial = isinstance(progress.ledger.entries[-1].step, Trial)
         verdicts = found if is_trial else []  # a released norm is no trial
         for observer in self._observers:
@@ -334,6 +351,16 @@ class ActiveRun:
         if self._folder is not None and session.ranks.is_main:
             path = self._folder.checkpoint
             save_checkpoint(path, progress, session.streams, self._fingerprint, session.statistics)
+
+    def _keep(self, progress: Progress) -> None:
+        """Keep the state of a replayable run, unless the last trial was rejected."""
+        session, kept = self._session, progress.ledger.kept
+        if not session.config.intervals.replayable or kept == self._kept:
+            return
+        assert self._folder is not None
+        self._kept, path = kept, self._folder.update(kept)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        save_checkpoint(path, progress, session.streams, self._fingerprint, session.statistics)
 
     def _evaluation_is_due(self, last: int, position: int) -> bool:
         session = self._session

@@ -14,6 +14,7 @@ The signed bytes are the format and the list of files as JSON without spaces and
 import getpass
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -152,36 +153,30 @@ def _hashes(release: Path) -> dict[str, str]:
 
 
 def _secret_key(path: Path) -> Ed25519PrivateKey:
-    content = _key_file(path)
-    encrypted = b"ENCRYPTED" in content
-    password = getpass.getpass(f"passphrase of {path}: ").encode() if encrypted else None
-    try:
-        key = load_pem_private_key(content, password)
-    except (ValueError, TypeError) as error:
-        raise InvalidInputError(
-            f"{path} holds no secret key in PEM that can be read ({error}); "
-            "make one: dpsur sign --new-key FILE"
-        ) from None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise InvalidInputError(f"{path} holds a {type(key).__name__}; releases need Ed25519")
+    def load(content: bytes) -> object:
+        encrypted = b"ENCRYPTED" in content
+        password = getpass.getpass(f"passphrase of {path}: ").encode() if encrypted else None
+        return load_pem_private_key(content, password)
+
+    remedy = "make one: dpsur sign --new-key FILE"
+    key: Ed25519PrivateKey = _key(path, load, Ed25519PrivateKey, f"secret key in PEM; {remedy}")
     return key
 
 
 def _public_key(path: Path) -> Ed25519PublicKey:
-    try:
-        key = load_pem_public_key(_key_file(path))
-    except ValueError as error:
-        raise InvalidInputError(
-            f"{path} holds no public key in PEM ({error}); give the file that "
-            "`dpsur sign --new-key` wrote with the ending .pub"
-        ) from None
-    if not isinstance(key, Ed25519PublicKey):
-        raise InvalidInputError(f"{path} holds a {type(key).__name__}; releases need Ed25519")
+    remedy = "give the file that `dpsur sign --new-key` wrote with the ending .pub"
+    wanted = f"public key in PEM; {remedy}"
+    key: Ed25519PublicKey = _key(path, load_pem_public_key, Ed25519PublicKey, wanted)
     return key
 
 
-def _key_file(path: Path) -> bytes:
+def _key(path: Path, load: Callable[[bytes], object], kind: type[Any], wanted: str) -> Any:
     try:
-        return path.read_bytes()
+        key = load(path.read_bytes())
     except OSError as error:
         raise FileError(f"the key {path} cannot be read ({cause_of(error)})") from error
+    except (ValueError, TypeError) as error:
+        raise InvalidInputError(f"{path} holds no {wanted} ({error})") from None
+    if not isinstance(key, kind):
+        raise InvalidInputError(f"{path} holds a {type(key).__name__}; releases need Ed25519")
+    return key

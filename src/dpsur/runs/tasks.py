@@ -24,7 +24,6 @@ from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.networks import build_network, takes
 from dpsur.per_example.model_check import check_model
 from dpsur.runs.build_session import build_session, choose_device
-from dpsur.runs.checkpoint import Statistics
 from dpsur.runs.files import RunFolder, to_json, write_atomically
 from dpsur.runs.holdout import check_target, split_off
 from dpsur.runs.input_features import InputFeatures
@@ -114,13 +113,12 @@ def features_of(config: RunConfig) -> str:
 def build_task_session(
     config: RunConfig,
     records: TaskRecords | None = None,
-    released: Statistics | None = None,
-    booking: str | None = None,
+    **earlier: Any,
 ) -> tuple[Session, Origin]:
     """A session for a run on a task, and where its model comes from.
 
-    `records` are loaded unless they are given. `released` are the statistics of a run that is
-    resumed, `booking` is its id in a ledger.
+    `records` are loaded unless they are given. `earlier` are arguments of `build_session` that come
+    from a run which is resumed or replayed: `released`, `booking`, `positions`.
     """
     task, config = task_of(config), replace(config, features=features_of(config))
     description, build = _network_of(task, config)
@@ -137,12 +135,11 @@ def build_task_session(
             records.train,
             loss=task.loss,
             test_set=records.test,
-            released=released,
             pixel_scale=task.pixel_scale,
             table=task.table,
             holdout=records.holdout,
             groups=records.groups,
-            booking=booking,
+            **earlier,
         )
     return session, origin_of(task, description, session, config.keep_fraction)
 

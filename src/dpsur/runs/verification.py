@@ -329,6 +329,7 @@ def _rebuilt(statement: Mapping[str, Any], plan: Plan, made: Ledger) -> Statemen
         metrics=_metrics(statement, plan, made),
         test=None if test is None else _test_figures(test),
         holdout=None if held is None else _holdout(held, statement),
+        replay=_commitments(statement.get("replay")),
     )
     found = privacy_statement(plan, made, facts, statement["texts"])
     least, most = _accepted_range(plan, made)
@@ -397,6 +398,18 @@ def _check_sampling(public: Mapping[str, Any], plan: Plan) -> None:
     charged = {getattr(one.update, "records", 1) for phase in plan.phases for one in phase.choices}
     if charged != {due}:
         raise InvalidInputError(f"updates are not charged for {due} records of a person")
+
+
+def _commitments(stated: Any) -> dict[str, str] | None:
+    """What a replayable run commits to: three hashes, and its device in words."""
+    if stated is None:
+        return None
+    for name in ("chain", "records", "key"):
+        if not re.fullmatch("[0-9a-f]{64}", stated[name]):
+            raise InvalidInputError(f"replay.{name} is no hash")
+    if not re.fullmatch("(cpu|cuda): [ -~]{1,200}", stated["device"]):
+        raise InvalidInputError("replay.device names no device")
+    return {name: stated[name] for name in ("chain", "records", "key", "device")}
 
 
 def _test_figures(test: Mapping[str, Any]) -> dict[str, Any]:
