@@ -18,6 +18,7 @@ from dpsur.runs import replay as module
 from dpsur.runs.checkpoint import _parse, save_tensors
 from dpsur.runs.files import RunFolder
 from dpsur.runs.replay import _salt, merkle_root
+from reproduction.methods import Dpagd, Dpis
 
 RECORDS = 200
 METHODS = {
@@ -25,8 +26,8 @@ METHODS = {
     "adam": dpsur.Dpsgd(updates=12, batch_size=20, optimizer="adam", average_decay=0.9),
     "gate": dpsur.Dpsur(updates=5, batch_size=20),
     "every trial": dpsur.Dpsur(trials=12, batch_size=20),
-    "norms": dpsur.Dpis(updates=6),
-    "choice": dpsur.Dpagd(updates=4),
+    "norms": Dpis(updates=6),
+    "choice": Dpagd(updates=4),
     "blocks": dpsur.Dpsgd(gate="block", updates=6, blocks=2, block_updates=3),
     "metrics": dpsur.Dpsgd(updates=12, batch_size=20, metrics_budget=0.01),
 }

@@ -6,18 +6,17 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dpsur import checks
-from dpsur.cli.run_options import config_in
 from dpsur.errors import InvalidInputError
-from dpsur.runs.checkpoint import load_positions
 from dpsur.runs.files import RELEASE, RunFolder
-from dpsur.runs.fit import replayed
-from dpsur.runs.replay import Replayed
 from dpsur.runs.signing import signature_faults
-from dpsur.runs.tasks import build_task_session
 from dpsur.runs.verification import CHECKED, NOT_CHECKED, verification
 from dpsur.status import status
+
+if TYPE_CHECKING:
+    from dpsur.runs.replay import Replayed
 
 
 def _listed(items: Sequence[str]) -> str:
@@ -99,7 +98,13 @@ def run(options: argparse.Namespace) -> int:
     return 1 if faults else 0
 
 
-def _replayed(options: argparse.Namespace) -> Replayed:
+def _replayed(options: argparse.Namespace) -> "Replayed":
+    # with them torch, which nothing else here needs
+    from dpsur.cli.run_options import config_in
+    from dpsur.runs.checkpoint import load_positions
+    from dpsur.runs.fit import replayed
+    from dpsur.runs.tasks import build_task_session
+
     checks.at_least_one("replay", options.replay)
     root = Path(options.folder)
     folder = RunFolder(root if (root / RELEASE).is_dir() else root.absolute().parent)

@@ -142,7 +142,8 @@ CHECKED: Final = (
 )
 NOT_CHECKED: Final = (
     "by a second library: what selection, a menu or a filter adds, and figures without a proof",
-    "that the run was made as stated, on records that were counted right: this is not a signature",
+    "that the run was made as stated, on records that were counted right: this is no signature, "
+    "and takes the records (--replay)",
     "the number of records and the batch sizes where all of them are changed in proportion",
     "settings that no guarantee depends on: learning rates, schedules, momentum, weight decay, "
     "clip norms, step lengths, by how much a gradient's budget is raised, the decay of an average",
