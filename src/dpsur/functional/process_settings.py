@@ -109,6 +109,16 @@ def repeatable(device: torch.device, seeded: bool) -> Iterator[None]:
         memory.fill_uninitialized_memory = fill
 
 
+def as_autocast_sees(values: Tensor) -> Tensor:
+    """What autocast gives to a product or a convolution on a GPU.
+
+    Rounded once for the layer and for the norm of its gradient, which would else keep both types.
+    """
+    if values.dtype == torch.float32 and values.is_cuda and torch.is_autocast_enabled("cuda"):
+        return values.to(torch.get_autocast_dtype("cuda"))
+    return values
+
+
 def widen(values: Tensor) -> Tensor:
     """Norms and sums are never taken in half precision."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values

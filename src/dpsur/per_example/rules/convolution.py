@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpsur.functional.process_settings import precision, widen
+from dpsur.functional.process_settings import as_autocast_sees, precision, widen
 from dpsur.per_example.contributions import (
     MEMORY_COST,
     Contribution,
@@ -172,8 +172,10 @@ def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
     plain = padded is None
     margins = tuple(int(margin) for margin in module.padding) if plain else (0,) * dimensions
     geometry = Geometry(strides, margins, dilations, module.groups)
-    output = convolve(input if padded is None else padded, module.weight, module.bias, geometry)
     known = tape.known_inputs(input) if plain else None
+    input = as_autocast_sees(input)
+    padded = None if padded is None else as_autocast_sees(padded)
+    output = convolve(input if padded is None else padded, module.weight, module.bias, geometry)
     layout = tape.examples_in(output, axis=0)
     weight, bias = tape.slot(module.weight), tape.slot(module.bias)
     shape, groups, fold = tuple(module.weight.shape), module.groups, layout.fold

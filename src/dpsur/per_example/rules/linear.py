@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpsur.functional.process_settings import widen
+from dpsur.functional.process_settings import as_autocast_sees, widen
 from dpsur.per_example.contributions import (
     Contribution,
     Outer,
@@ -41,6 +41,7 @@ def linear_map(
     bias_rows: tuple[int, int] | None = None,
 ) -> Tensor:
     """A linear map by a weight and a bias or by some of their rows."""
+    x = as_autocast_sees(x)
     output = products.linear(
         x,
         weight if weight_rows is None else weight[slice(*weight_rows)],
