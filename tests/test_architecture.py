@@ -57,12 +57,11 @@ ARROWS = {
     "presets": {"features", "privacy"},
     "attacks": {"runs", "tasks", "features", "networks", "methods", "mechanism", "functional"},
     "audits": {"runs", "methods", "mechanism", "per_example", "functional", "privacy"},
-    "bench": {"methods", "mechanism", "per_example", "functional", "privacy"},
     "reports": {"mechanism", "runs", "tasks", "per_example", "functional", "privacy"},
     "cli": {
+        "engine",
         "distributed",
         "reports",
-        "bench",
         "presets",
         "audits",
         "attacks",

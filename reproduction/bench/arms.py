@@ -1,9 +1,9 @@
-"""All arms of the benchmarks: those of `dpsur bench`, DPSUR's trial, Opacus and two simple ways.
+"""All arms of the benchmarks: plain and private steps, DPSUR's trial, Opacus and two simple ways.
 
 Importing this module registers them, also in the process that measures memory.
 """
 
-from dpsur.bench.arms import ARMS, OPACUS, Arm
+from reproduction.bench.basic_arms import ARMS, OPACUS, Arm
 from reproduction.bench.peer_steps import LoopStep, VmapStep, ghost_step, hooks_step
 from reproduction.bench.training_steps import dpsur_captured, dpsur_trial
 

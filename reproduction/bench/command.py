@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 from dpsur import checks
-from dpsur.bench.arms import (
+from dpsur.errors import InvalidInputError
+from dpsur.functional.process_settings import device_name
+from reproduction.bench.arms import ARMS
+from reproduction.bench.basic_arms import (
     LEARNING_RATE,
     MAX_GRAD_NORM,
     MOMENTUM,
@@ -19,10 +22,7 @@ from dpsur.bench.arms import (
     Settings,
     arm_named,
 )
-from dpsur.bench.measurement import line, rows
-from dpsur.errors import InvalidInputError
-from dpsur.functional.process_settings import device_name
-from reproduction.bench.arms import ARMS
+from reproduction.bench.measurement import line, rows
 from reproduction.bench.networks import NETWORKS, network_named
 from reproduction.bench.report import markdown
 from reproduction.bench.training_steps import VAL_BATCH_SIZE

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset
 
-from dpsur.bench.arms import Cell
-from dpsur.bench.measurement import OK, outcome_of, release, synchronize
 from dpsur.functional.records import Examples, HostExamples, StreamedExamples
 from dpsur.runs.data import as_examples
+from reproduction.bench.basic_arms import Cell
+from reproduction.bench.measurement import OK, outcome_of, release, synchronize
 from reproduction.bench.network_grid import OURS, timed
 from reproduction.bench.networks import Network
 from reproduction.bench.training_steps import RECORDS_PER_BATCH, dpsgd_training

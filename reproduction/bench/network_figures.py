@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpsur import figure_style as style
-from dpsur.bench.measurement import OK, OUT_OF_MEMORY
 from dpsur.errors import InvalidInputError
+from reproduction.bench.measurement import OK, OUT_OF_MEMORY
 from reproduction.bench.network_grid import GATE, OPACUS, OURS, PLAIN, SERIES, table
 
 ORDER = (PLAIN, *OPACUS, OURS, GATE)

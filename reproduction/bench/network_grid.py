@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from dpsur import checks
-from dpsur.bench.arms import Cell, CpuContention, PlainStep, Settings, machine
-from dpsur.bench.measurement import OK, outcome_of, release, synchronize
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.streams import NOISE
 from reproduction.bench import families
+from reproduction.bench.basic_arms import Cell, CpuContention, PlainStep, Settings, machine
 from reproduction.bench.command import NETWORKS_FROM, origin_of
+from reproduction.bench.measurement import OK, outcome_of, release, synchronize
 from reproduction.bench.networks import (
     COMMON,
     Gpt,

@@ -12,8 +12,14 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpsur.bench.arms import MAX_GRAD_NORM, NOISE_MULTIPLIER, Cell, NotInstalledError, sgd
 from dpsur.functional.tree import Params
+from reproduction.bench.basic_arms import (
+    MAX_GRAD_NORM,
+    NOISE_MULTIPLIER,
+    Cell,
+    NotInstalledError,
+    sgd,
+)
 
 HOOKS, GHOST = "hooks", "ghost"
 

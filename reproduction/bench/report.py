@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from dpsur import figure_style as style
-from dpsur.bench.measurement import OK, OUT_OF_MEMORY
 from dpsur.errors import InvalidInputError
 from reproduction.artifacts import write_png
 from reproduction.bench.arms import ARMS
+from reproduction.bench.measurement import OK, OUT_OF_MEMORY
 from reproduction.bench.networks import NETWORKS
 
 OURS = ("dpsgd", "dpsur", "dpsgd-captured", "dpsur-captured")

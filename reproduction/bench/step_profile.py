@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dpsur.bench.arms import Cell, Settings, arm_named, machine
-from dpsur.bench.measurement import release, synchronize
+from reproduction.bench.basic_arms import Cell, Settings, arm_named, machine
+from reproduction.bench.measurement import release, synchronize
 
 WARM_UP_STEPS, STEPS = 5, 10
 _WIDTH = 100

@@ -4,14 +4,6 @@ import time
 
 import torch
 
-from dpsur.bench.arms import (
-    NOISE_MULTIPLIER,
-    CapturedOwnStep,
-    Cell,
-    OwnStep,
-    bench_method,
-    bound_problem,
-)
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import tensors_of
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
@@ -22,6 +14,14 @@ from dpsur.methods.gradient_method import GradientMethod
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
 from dpsur.privacy.planning import repeated_plan
+from reproduction.bench.basic_arms import (
+    NOISE_MULTIPLIER,
+    CapturedOwnStep,
+    Cell,
+    OwnStep,
+    bench_method,
+    bound_problem,
+)
 
 VAL_BATCH_SIZE = 256
 # The paper's gate; what a test costs in time does not depend on these.

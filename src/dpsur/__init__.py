@@ -104,7 +104,7 @@ _HOMES = {
 }
 # Packages that are imported when they are first named.
 _PACKAGES = (
-    *("attacks", "audits", "bench", "cli", "engine", "features", "functional", "integrations"),
+    *("attacks", "audits", "cli", "engine", "features", "functional", "integrations"),
     *("mechanism", "methods", "networks", "opacus", "per_example", "presets", "privacy", "runs"),
     *("reports", "sklearn", "tasks"),
 )

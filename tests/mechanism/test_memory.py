@@ -13,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dpsur.bench.arms import Cell
 from dpsur.errors import NothingReleasedError
 from dpsur.functional.problem import Problem, drop_weights
 from dpsur.functional.records import Examples
@@ -35,6 +34,7 @@ from dpsur.mechanism.trial import (
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import engine_report
 from dpsur.privacy.budget import Budget
+from reproduction.bench.basic_arms import Cell
 from tests.conftest import blobs, small_model
 
 CPU = torch.device("cpu")
@@ -300,8 +300,8 @@ def test_peak_memory_on_a_gpu_is_that_of_plain_training(width, arm, most):
     from dataclasses import replace
     from functools import partial
 
-    from dpsur.bench.measurement import release
     from reproduction.bench import network_grid
+    from reproduction.bench.measurement import release
     from reproduction.bench.networks import network_named, perceptron
 
     device = torch.device("cuda", 0)

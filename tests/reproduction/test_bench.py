@@ -9,20 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpsur.bench import measurement as memory
-from dpsur.bench import measurement as run
-from dpsur.bench.arms import Arm, Cell, Settings, arm_named, machine
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.cuda_graphs import WARM_UP_CALLS
+from reproduction.bench import measurement as memory
+from reproduction.bench import measurement as run
 from reproduction.bench import network_grid
 from reproduction.bench.arms import ARMS
+from reproduction.bench.basic_arms import Arm, Cell, Settings, arm_named, machine
 from reproduction.bench.command import NETWORKS_FROM, measured_rows
 from reproduction.bench.families import FAMILIES
 from reproduction.bench.networks import COMMON, NETWORKS, Gpt, network_named, perceptron
 from reproduction.bench.report import panels_of
 from reproduction.command import main
 from reproduction.rows import read_rows
-from tests.bench.test_bench import in_process  # noqa: F401
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -38,6 +37,20 @@ TINY = Settings(
     repetitions=2,
     threads=1,
 )
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Probe memory in this process: the figure is worthless, the rest is the same and quick."""
+    monkeypatch.setattr(
+        run,
+        "probe",
+        lambda name, size, arm, settings: memory.peak(
+            settings.network(name), size, arm, settings.device
+        ),
+    )
+    monkeypatch.setattr("reproduction.bench.measurement.WARM_UP_STEPS", 1)
+    monkeypatch.setattr("reproduction.bench.measurement.BURST_SECONDS", 0.0)
 
 
 def cell(network: str, size: int = 4) -> Cell:
@@ -291,7 +304,7 @@ def test_what_goes_wrong_is_a_row(monkeypatch):
     makes = {"no-room": no_room, "broken": broken, "breaks-later": breaks_later}
     for name, make in makes.items():
         monkeypatch.setitem(ARMS, name, Arm(name, name, make))
-    monkeypatch.setattr("dpsur.bench.measurement.LONGEST_STEP", 1e-9)
+    monkeypatch.setattr("reproduction.bench.measurement.LONGEST_STEP", 1e-9)
     settings = replace(
         TINY,
         grid=[("pixel-28", 4), ("pixel-28", 512)],

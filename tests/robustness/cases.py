@@ -766,7 +766,7 @@ SMALL: dict[str, list[list[str]]] = {
     "explain": [["explain", "--task", "npz:{data}", "--device", "cpu"]],
     "bench": [[
         "bench", "--model", "tests.robustness.cases:bench_model", "--batch-size", "4",
-        "--repetitions", "1", "--device", "cpu", "--arms", "plain", "dpsgd",
+        "--repetitions", "1", "--device", "cpu",
     ]],
     "data": [["data", "schema", "{data}"]],
     "tasks": [["tasks"]],

@@ -37,8 +37,11 @@ GROUPS = {
         "compare": ("dpsur.cli.compare:set_up", "finished runs side by side"),
         "plot": ("dpsur.cli.report:set_up_plot", "plot epsilon, accuracy or attack power of runs"),
         "methods": ("dpsur.cli.listings:set_up_methods", "list methods and hyper-parameters"),
-        "explain": ("dpsur.cli.explain:set_up", "which per-example engine a model uses, and why"),
-        "bench": ("dpsur.cli.bench:set_up", "time and memory of a training step of your model"),
+        "explain": (
+            "dpsur.cli.bench:set_up_explain",
+            "which engine finds a model's gradients, why",
+        ),
+        "bench": ("dpsur.cli.bench:set_up", "what a private step of your model costs"),
     },
     "check": {
         "verify": ("dpsur.cli.verify:set_up", "recompute a release's epsilon, check its weights"),

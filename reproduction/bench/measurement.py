@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from dpsur.bench.arms import (
+from dpsur.errors import UnsupportedModelError
+from reproduction.bench.basic_arms import (
     OPACUS,
     PLAIN,
     Arm,
@@ -37,7 +38,6 @@ from dpsur.bench.arms import (
     machine,
     network_named,
 )
-from dpsur.errors import UnsupportedModelError
 
 OK = "ok"
 OUT_OF_MEMORY = "out-of-memory"
@@ -323,7 +323,7 @@ def probe(network: str, batch_size: int, arm: str, settings: Settings) -> Outcom
     }
     try:
         found = subprocess.run(
-            [sys.executable, "-m", "dpsur.bench.measurement", json.dumps(task)],
+            [sys.executable, "-m", "reproduction.bench.measurement", json.dumps(task)],
             capture_output=True,
             text=True,
             check=False,

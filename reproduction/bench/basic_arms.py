@@ -1,4 +1,4 @@
-"""The arms of `dpsur bench` and what they share: plain and private steps, eager or captured."""
+"""The arms without peers, and what all arms share: plain and private steps, eager or captured."""
 
 import copy
 import os
