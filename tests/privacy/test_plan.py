@@ -11,7 +11,7 @@ from dpsur.privacy.events import CoinTest, Ledger, LossTest, SampledGaussian, Tr
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import Request, make_plan, repeated_plan
 from dpsur.privacy.rejections import trial_cap
-from dpsur.privacy.search import largest_ratio, least_noise, most_repetitions, noise_at_most
+from dpsur.privacy.search import largest_ratio, least_noise, most_repetitions, noise_near
 from dpsur.privacy.statement import planned_warnings
 
 BUDGET = Budget(3.0, 1e-5)
@@ -188,8 +188,9 @@ def test_searches_end_on_odd_functions():
     assert least_noise(lambda s: 0.0, 1.0) <= 0.1
 
 
+@pytest.mark.parametrize("guess", [0.95, 1.08])
 @pytest.mark.parametrize("power", [0.7, 1.0, 1.6])
-def test_a_search_from_noise_that_is_enough_needs_few_figures(power: float) -> None:
+def test_a_search_from_a_guess_needs_few_figures(power: float, guess: float) -> None:
     asked = []
 
     def epsilon_of(noise: float) -> float:
@@ -199,19 +200,22 @@ def test_a_search_from_noise_that_is_enough_needs_few_figures(power: float) -> N
     root = least_noise(epsilon_of, 2.0)
     assert root is not None
     asked.clear()
-    found = noise_at_most(epsilon_of, 2.0, 1.08 * root)
-    assert epsilon_of(found) <= 2.0 < epsilon_of(found / (1 + 1e-4))
-    assert len(asked) - 2 <= 6
+    found = noise_near(epsilon_of, 2.0, guess * root)
+    assert found is not None
+    assert len(asked) <= 4
+    assert epsilon_of(found) <= 2.0 < epsilon_of(found / (1 + 1.1e-4))
 
 
-def test_a_search_from_noise_that_is_enough_takes_odd_functions() -> None:
+def test_a_search_from_a_guess_takes_odd_functions() -> None:
     def step(noise: float) -> float:
         return 0.5 if noise >= 3.3 else math.inf
 
-    assert 3.3 <= noise_at_most(step, 1.0, 4.0) <= 3.3 * (1 + 1e-4)
-    assert noise_at_most(lambda _: 0.0, 1.0, 4.0) <= 0.1
-    flat = noise_at_most(lambda noise: 1.0 if noise >= 2.0 else 5.0, 1.0, 4.0)
-    assert 2.0 <= flat <= 2.0 * (1 + 1e-4)
+    for start in (0.1, 3.0, 4.0):
+        assert 3.3 <= (noise_near(step, 1.0, start) or 0) <= 3.3 * (1 + 1e-4)
+        assert 0 < (noise_near(lambda _: 0.0, 1.0, start) or 0) <= 0.1
+        assert noise_near(lambda _: 2.0, 1.0, start) is None
+        flat = noise_near(lambda noise: 1.0 if noise >= 2.0 else 5.0, 1.0, start)
+        assert 2.0 <= (flat or 0) <= 2.0 * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("accounting", ["proven", "every-trial", "published"])

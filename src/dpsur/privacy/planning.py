@@ -17,10 +17,17 @@ from dpsur.privacy.accountants.proven import event_divergence
 from dpsur.privacy.accountants.rdp import (
     PAPER_ORDERS,
     RenyiFilter,
+    composed_epsilon,
     epsilon_from_rdp,
     sampled_gaussian_rdp,
 )
-from dpsur.privacy.accounting import RESTORE, Accounting, accounting_named, planned_charges
+from dpsur.privacy.accounting import (
+    RESTORE,
+    Accounting,
+    Charges,
+    accounting_named,
+    planned_charges,
+)
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibration_cache import cached, cached_noise
 from dpsur.privacy.events import Event, Gaussian, Menu, NonPrivate, SampledGaussian, Trial
@@ -38,11 +45,10 @@ from dpsur.privacy.plan import (
 )
 from dpsur.privacy.rejections import trial_cap
 from dpsur.privacy.search import (
-    MOST_NOISE,
     least_noise,
     most_repetitions,
     noise_at_least,
-    noise_at_most,
+    noise_near,
 )
 
 # What tests of blocks may add to the noise of the updates, and the least noise that they get.
@@ -54,6 +60,10 @@ SAMPLE_COST, COST_ORDER, MOST_SAMPLED = 1.25, 8, 0.5
 # On a menu each rate is a tenth above the one before, up to so many times the first.
 RATE_STEP = 1.1
 MOST_TIMES_THE_FIRST = 8.0
+
+
+# A guess of the noise is this near, and a refined figure asks for about so much of it.
+ROUGHLY, REFINED = 0.01, 0.95
 
 
 # --- trials of one kind -------------------------------------------------------------------------
@@ -206,16 +216,26 @@ def _refined_noise(
     count: int,
     epsilon_of: Callable[[float], float],
 ) -> float | None:
-    """The least noise; from what is enough by the figure that the accounting refines, if any."""
-    if accounting.refines is not None:
-        try:
-            known = _calibrated_noise(request, accounting_named(accounting.refines), budget, count)
-        except BudgetError:  # what is too much by the looser figure may still fit
-            if epsilon_of(MOST_NOISE) > budget.epsilon:
-                return None
-        else:
-            return noise_at_most(epsilon_of, budget.epsilon, known)
-    return least_noise(epsilon_of, budget.epsilon)
+    """The least noise; where a figure takes long, from a guess by the one that it refines."""
+    if accounting.refines is None:
+        return least_noise(epsilon_of, budget.epsilon)
+    looser = accounting_named(accounting.refines)
+
+    def charges(noise: float, *, tested: bool) -> Charges:
+        trial = request.trial_with(noise)
+        return planned_charges(request.setup, trial if tested else Trial(trial.update), count)
+
+    def untested(noise: float) -> float:
+        return composed_epsilon(charges(noise, tested=False), budget.delta)
+
+    def rough(noise: float) -> float:
+        return looser.ideal_epsilon(charges(noise, tested=True), budget.delta)
+
+    start = least_noise(untested, budget.epsilon)
+    guess = None if start is None else noise_near(rough, budget.epsilon, start, ROUGHLY)
+    if guess is None:  # what is too much by the looser figure may still fit
+        return least_noise(epsilon_of, budget.epsilon)
+    return noise_near(epsilon_of, budget.epsilon, REFINED * guess)
 
 
 # --- steps that are free to depend on what was released -----------------------------------------

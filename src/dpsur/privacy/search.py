@@ -72,44 +72,52 @@ def noise_at_least(
     return _smallest_enough(epsilon_of, target, too_little, enough)
 
 
-def noise_at_most(epsilon_of: Callable[[float], float], target: float, start: float) -> float:
-    """The same from a start on that is enough, and not by much, for figures that take long.
+def noise_near(
+    epsilon_of: Callable[[float], float],
+    target: float,
+    start: float,
+    tolerance: float = NOISE_TOLERANCE,
+) -> float | None:
+    """The same from a guess on, for figures that take long: three or four where the guess is good.
 
-    Log epsilon over log noise is nearly a straight line, so secants find its root. The point after
-    one that lies within a tolerance of the root is on the other side of it, and ends the search.
+    Log epsilon over log noise is nearly a straight line, so secants find its root. They end at a
+    noise that is enough and that exceeds the root by the tolerance or less, by the line's slope.
     """
     epsilon_of = cache(epsilon_of)
-    enough, too_little = start, 0.0
+    enough, too_little = math.inf, 0.0
     noise, slope, before = start, -1.0, None
-    near = 1 + 0.9 * NOISE_TOLERANCE
     for _ in range(SECANTS):
         level = _height(epsilon_of(noise), target)
         if level <= 0:
             enough = min(enough, noise)
         else:
             too_little = max(too_little, noise)
-        if enough <= too_little * (1 + NOISE_TOLERANCE):
-            return enough
         if before is not None:
             slope = (level - before[1]) / math.log(noise / before[0])
+            if slope * tolerance <= level <= 0:
+                return noise
         if not slope < 0:
             break
         before = noise, level
-        root = noise * math.exp(max(-level / slope, -1.0))
-        if root < LEAST_NOISE:
+        noise *= math.exp(min(max(-level / slope, -1.0), 1.0)) * (1 + 0.3 * tolerance)
+        if not max(too_little, LEAST_NOISE) < noise < min(enough, MOST_NOISE):
             break
-        if root >= enough / near:
-            noise = enough / near
-        elif root <= too_little * near:
-            noise = too_little * near
+    while enough == math.inf:
+        wider = 2 * max(too_little, LEAST_NOISE)
+        if wider > MOST_NOISE:
+            return None
+        if epsilon_of(wider) <= target:
+            enough = wider
         else:
-            noise = root * (1 + 0.3 * NOISE_TOLERANCE)
-    if not too_little:
-        too_little = 0.94 * enough
-        while epsilon_of(too_little) <= target:
-            enough, too_little = too_little, 0.94 * too_little
-            if too_little < LEAST_NOISE:
-                return enough
+            too_little = wider
+    while not too_little:
+        narrower = 0.94 * enough
+        if narrower < LEAST_NOISE:
+            return enough
+        if epsilon_of(narrower) <= target:
+            enough = narrower
+        else:
+            too_little = narrower
     return _smallest_enough(epsilon_of, target, too_little, enough)
 
 

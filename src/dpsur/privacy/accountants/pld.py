@@ -207,8 +207,7 @@ def selective_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> flo
     """The same where a trial with a gate is an accepted update, and rejections are not charged.
 
     Formal guarantee: as of `composed_epsilon`, for the sequence of accepted updates together with
-    the other events. Where distributions cannot be computed, or are looser, it is the bound by
-    Rényi divergences.
+    the other events. Infinite where distributions cannot be computed.
     """
     accepted: Counter[_Accepted] = Counter()
     others: list[tuple[_Part, int]] = []
@@ -220,12 +219,6 @@ def selective_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> flo
             case _:
                 others += [(part, count) for part in _parts(event) if count]
     parts = [*((part, count) for part, count in accepted.items() if count), *others]
-    known = proven.composed_epsilon(proven.compose(charges), delta).upper
-    return min(known, _stored_epsilon(parts, delta))
-
-
-def _stored_epsilon(parts: Sequence[tuple[_Part, int]], delta: float) -> float:
-    """Epsilon by distributions, looked up before it is computed; infinite where it cannot be."""
     updates = [part.update for part, _ in parts if isinstance(part, _Accepted)]
     store = proven.stored(updates[0]) if updates else None
     label = f"{PROFILES} {BLOCK} {code()} {float(delta).hex()} {parts!r}"
