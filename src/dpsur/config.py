@@ -35,6 +35,7 @@ from dpsur.options import (
 from dpsur.presets import AUTO, ENCODER, PRESETS, DataFacts, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
+from dpsur.privacy.conversion import NOT_HELD_OUT
 from dpsur.privacy.rejections import NOT_HIDDEN, WAYS_TO_HIDE
 from dpsur.privacy.statement import PERSON, RECORD
 from dpsur.tasks import DEFAULT_TASK, TASKS, Declared, Task, task_named
@@ -286,6 +287,14 @@ class RunConfig(checks.NamedArguments):
         (PERSON, RECORD),
         group=PRIVACY,
     )
+    group_size: int | None = option(
+        None,
+        "state the guarantee for groups of K records too, as those of a person whom no column "
+        "names; it is converted from the guarantee for one record",
+        check=checks.at_least_one,
+        metavar="K",
+        group=PRIVACY,
+    )
     records: int | None = option(
         None,
         "a public size of the data set where the true number of records (or of persons) is not "
@@ -364,6 +373,8 @@ class RunConfig(checks.NamedArguments):
                 "a replayable run commits to the key of its random numbers, and a key that follows "
                 f"from a seed can be guessed; leave out seed {self.seed} or replayable"
             )
+        if self.group_size is not None and self.holdout is not None:
+            raise InvalidInputError(f"{NOT_HELD_OUT}; leave out group_size or holdout")
         if self.holdout is not None and isinstance(self.method, Nonprivate):
             raise InvalidInputError(
                 f"holdout {self.holdout:g} is for private runs; method {self.method.name} is none: "

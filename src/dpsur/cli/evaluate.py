@@ -11,7 +11,7 @@ from typing import Any
 
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.functional.problem import Problem
-from dpsur.privacy.statement import format_epsilon
+from dpsur.privacy.statement import format_epsilon, group_rows
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.evaluation import (
     check_fits,
@@ -182,7 +182,12 @@ def _is_selective(statement: Mapping[str, Any]) -> bool:
 
 
 def describe_guarantee(statement: Mapping[str, Any]) -> str:
-    """One line on the privacy of a release, which never sounds better than it is."""
+    """One line on the privacy of a release, and one on groups; never better than it is."""
+    rows = [f"{name}: {value}" for name, value in group_rows(statement)]
+    return "\n".join([_guarantee(statement), *rows])
+
+
+def _guarantee(statement: Mapping[str, Any]) -> str:
     guarantee = statement["guarantee"]
     epsilon = guarantee["epsilon"]
     if epsilon is None or math.isinf(epsilon):

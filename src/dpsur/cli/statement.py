@@ -4,7 +4,7 @@ import argparse
 import json
 
 from dpsur.errors import InvalidInputError
-from dpsur.privacy.conversion import for_group, for_replacement
+from dpsur.privacy.conversion import NOT_HELD_OUT, for_group, for_replacement
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.statement import plan_from_statement, unit_of
 from dpsur.reports.formats import as_text, converted, nist, registry
@@ -55,10 +55,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidInputError("give --group-size or --adjacency, not both")
     if options.group_size is not None or options.adjacency is not None:
         if "holdout" in statement:
-            raise InvalidInputError(
-                "the figures of held-out records are covered for one record, which is either "
-                "trained on or held out; a run with them has no guarantee for groups"
-            )
+            raise InvalidInputError(NOT_HELD_OUT)
         plan, unit = plan_from_statement(statement), unit_of(statement)
         other = (
             for_replacement(plan, unit)

@@ -143,6 +143,7 @@ class PrivacyEngine(PrivateLoop):
         groups: Any = None,
         records_per_person: int | None = None,
         sampling: str = PERSON,
+        group_size: int | None = None,
         records: int | None = None,
         ledger: str | os.PathLike[str] | None = None,
         seed: int | None = None,
@@ -196,6 +197,8 @@ class PrivacyEngine(PrivateLoop):
                 which a person has at most `records_per_person`; the noise then hides as many of
                 theirs as may join. It needs `records`, takes loops of both forms and sharded
                 models, and neither a gate nor metrics.
+            group_size: state the guarantee for groups of so many records too, converted from the
+                guarantee for one.
             records: a public size of the data set (a number of persons where these are drawn), if
                 the true one is not public. Sampling rate, noise and delta follow from it alone.
             ledger: the ledger of the data set, in which the training books what it may spend before
@@ -204,6 +207,8 @@ class PrivacyEngine(PrivateLoop):
         """
         refuse_options(batch_first, poisson_sampling, clipping, noise_generator, grad_sample_mode)
         checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        if group_size is not None:
+            checks.at_least_one("group_size", group_size)
         if noise_multiplier != 0:
             checks.positive("noise_multiplier", noise_multiplier)
         module, data_loader = unwrap(module), plain_loader(data_loader)
@@ -230,7 +235,8 @@ class PrivacyEngine(PrivateLoop):
             raise InvalidInputError(
                 "a ledger books what was planned; give make_private epochs, steps or target_epsilon"
             )
-        self._units, self._records = units, len(cast(Sized, data_loader.dataset))
+        self._units = replace(units, group_size=group_size)
+        self._records = len(cast(Sized, data_loader.dataset))
         self._update = mechanism.update(noise_multiplier) if noise_multiplier else NonPrivate()
         device = next(iter(trained.values())).device
         if views > 1 and augment is None:

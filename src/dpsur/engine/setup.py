@@ -35,6 +35,7 @@ from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import repeated_plan
 from dpsur.privacy.statement import (
     DECLARED_SIZE,
+    GROUP_SIZE,
     PERSON,
     RECORD,
     RECORDS_PER_PERSON,
@@ -145,6 +146,7 @@ class Units:
     persons: PersonRecords | None = None
     declared: bool = False  # whether `size` was given by the user
     by_record: bool = False  # whether records of persons are sampled one by one
+    group_size: int | None = None  # of groups that a converted guarantee is stated for
 
     @cached_property
     def rate(self) -> float:
@@ -164,7 +166,11 @@ class Units:
             found[RECORDS_PER_PERSON] = self.persons.records_each
         if self.by_record:
             found[SAMPLED_BY] = RECORD
-        return {**found, DECLARED_SIZE: True} if self.declared else found
+        if self.declared:
+            found[DECLARED_SIZE] = True
+        if self.group_size is not None:
+            found[GROUP_SIZE] = self.group_size
+        return found
 
 
 def units_of(

@@ -32,6 +32,11 @@ from dpsur.privacy.events import (
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.search import least_noise
 
+NOT_HELD_OUT = (
+    "the figures of held-out records are covered for one record, which is either trained on or "
+    "held out; a run with them has no guarantee for groups"
+)
+
 
 @dataclass(frozen=True)
 class Converted:

@@ -14,6 +14,7 @@ from dpsur.privacy.statement import (
     RECORDS_PER_PERSON,
     SAMPLED_BY,
     format_epsilon,
+    group_rows,
     shown_settings,
     unit_of,
     words_of,
@@ -153,7 +154,7 @@ def _guarantee_rows(words: Words, statement: Mapping[str, Any]) -> Rows:
             value = figures[name]
             shown = words["no figure"] if value is None else format_epsilon(value)
             rows += words.rows(f"figure {name}", figure=shown)
-    return [*rows, *released]
+    return [*rows, *group_rows(statement), *released]
 
 
 def _public_rows(words: Words, public: Mapping[str, Any], method: str) -> Rows:

@@ -11,12 +11,13 @@ what `dpsur verify` does, and compares.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from dpsur.display import html_table
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.conversion import NOT_HELD_OUT, for_group
 from dpsur.privacy.events import Gaussian, Ledger, NoisyChoice, event_from_json, event_to_json
 from dpsur.privacy.plan import ACCEPTED, TRIALS, Plan
 from dpsur.privacy.rejections import NOT_HIDDEN, WAYS_TO_HIDE
@@ -32,6 +33,9 @@ BY_CONSTRUCTION, WAS_CHECKED = "by construction", "checked"
 RECORDS_PER_PERSON = "records_per_person"
 # Whether the size is one that the user declared, so that the true one need not be public.
 DECLARED_SIZE = "declared_size"
+# The size of groups, such as the records of a person without a name, that a converted guarantee is
+# stated for.
+GROUP_SIZE = "group_size"
 # With persons: whether records are drawn for a batch one by one, in the place of persons.
 SAMPLED_BY = "sampled_by"
 RECORD, PERSON = "record", "person"
@@ -120,9 +124,19 @@ def guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("accounting", f"{promised['accounting']}, {'' if promised['proved'] else 'not '}proved"),
         ("unit", statement["unit"]),
         (units, f"{statement['dataset_size']:,}"),
+        *group_rows(statement),
         ("updates", str(statement["accepted_updates"])),
         *(("warning", text) for text in statement["warnings"]),
     ]
+
+
+def group_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The guarantee for groups, where one is stated."""
+    group = statement.get("group", {"epsilon": None})
+    if group["epsilon"] is None or math.isinf(group["epsilon"]):
+        return []
+    epsilon = format_epsilon(group["epsilon"])
+    return words_of(statement).rows("group", **{**group, "epsilon": epsilon})
 
 
 def privacy_statement(
@@ -134,6 +148,10 @@ def privacy_statement(
     words, epsilon, figures = TEXTS[texts], plan.epsilon(), plan.figures()
     private = math.isfinite(epsilon)
     more = {name: getattr(facts, name) for name in ("metrics", "test", "holdout", "replay")}
+    if GROUP_SIZE in facts.public:
+        if facts.holdout is not None:
+            raise InvalidInputError(NOT_HELD_OUT)
+        more["group"] = stated_group(words, plan, facts.public[GROUP_SIZE], unit)
     found = {
         "format": FORMAT,
         "texts": texts,
@@ -364,6 +382,12 @@ def stated_ledger(statement: Mapping[str, Any]) -> Ledger:
         for row in stated_steps(mechanism) or ()
     ]
     return Ledger.from_json({"setup": mechanism["setup"], "entries": rows})
+
+
+def stated_group(words: Words, plan: Plan, size: int, unit: str) -> dict[str, Any]:
+    """The guarantee for data sets that differ by a group, and how it was found."""
+    found = asdict(for_group(plan, size, unit))
+    return {**found, "how": words["group exact" if found.pop("exact") else "group whole"]}
 
 
 def stated_holdout(

@@ -31,6 +31,7 @@ def nist(statement: Mapping[str, Any]) -> Fields:
             "variant": promised["definition"],
             "unit of privacy": unit,
             "neighbouring data sets": statement["adjacency"],
+            "converted guarantee": statement.get("group", "none was stated"),
             "size": f"{sizes}, public or declared; to remove a unit is to zero it out",
             "bounded contributions": statement["public"].get(
                 "records_per_person", "one record is one unit"

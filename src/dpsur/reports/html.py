@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dpsur.privacy.statement import PERSON, format_epsilon, shown_settings, unit_of
+from dpsur.privacy.statement import PERSON, format_epsilon, group_rows, shown_settings, unit_of
 from dpsur.reports.contents import ReportContents, TestResult
 from dpsur.reports.officer import declared_rows, epsilon_text, officer_section
 from dpsur.runs.evaluation import objection, shown_scores
@@ -369,6 +369,7 @@ def _data_rows(contents: ReportContents) -> list[tuple[str, str]]:
         *declared_rows(statement["public"]),
         ("Unit of privacy", statement["unit"]),
         ("Neighbouring data sets", statement["adjacency"]),
+        *group_rows(statement),
         ("Model", f"{contents.parameters:,} parameters"),
     ]
 

@@ -43,6 +43,7 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.rejections import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import (
     DECLARED_SIZE,
+    GROUP_SIZE,
     PERSON,
     RECORD,
     RECORDS_PER_PERSON,
@@ -130,6 +131,7 @@ def fit(
     groups: Any = None,
     records_per_person: int | None = None,
     sampling: str = PERSON,
+    group_size: int | None = None,
     records: int | None = None,
     ledger: str | os.PathLike[str] | None = None,
     observers: Sequence[Observer] = (),
@@ -199,6 +201,9 @@ def fit(
         sampling: with `groups`, "person" draws persons for a batch, "record" draws records, of
             which a person has at most `records_per_person`; the noise then hides as many of
             theirs as may join. It needs `records` and `Dpsgd(gate="none")`.
+        group_size: state the guarantee for groups of so many records too, as those of a person
+            whom nothing names; it is converted from the guarantee for one record, by the exact
+            privacy losses where these compose.
         records: a public size of the data set, where the true number of records (or of persons) is
             not public. Rates, noise and delta follow from it alone.
         ledger: the ledger of the data set, in which the run books what it may spend before it
@@ -281,6 +286,7 @@ def fit(
         max_updates=max_updates,
         holdout=holdout,
         sampling=sampling,
+        group_size=group_size,
         records=records,
         ledger=ledger,
         hide_rejections=hide_rejections,
@@ -537,6 +543,8 @@ def with_persons(origin: Origin, session: Session) -> Origin:
             declared[SAMPLED_BY] = RECORD
     if session.problem.declared_size is not None:
         declared[DECLARED_SIZE] = True
+    if session.config.group_size is not None:
+        declared[GROUP_SIZE] = session.config.group_size
     return replace(origin, public={**origin.public, **declared})
 
 

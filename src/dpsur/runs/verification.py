@@ -50,6 +50,7 @@ from dpsur.privacy.statement import (
     DECLARED_SIZE,
     EARLIER,
     FORMAT,
+    GROUP_SIZE,
     RECORD,
     RECORDS_PER_PERSON,
     SAMPLED_BY,
@@ -110,6 +111,7 @@ PUBLIC = (
     RECORDS_PER_PERSON,
     DECLARED_SIZE,
     SAMPLED_BY,
+    GROUP_SIZE,
 )
 INPUTS = ("images", "texts")
 HELD_OUT = ("quantity", "value", "standard_error")
@@ -374,7 +376,8 @@ def _check_declared(public: Mapping[str, Any]) -> None:
     """Only what can be declared, in the form in which a run takes it."""
     for name in public:
         checks.one_of("what is public", name, PUBLIC)
-    checks.whole(f"public.{RECORDS_PER_PERSON}", public.get(RECORDS_PER_PERSON, 1), 1)
+    for name in (RECORDS_PER_PERSON, GROUP_SIZE):
+        checks.whole(f"public.{name}", public.get(name, 1), 1)
     if public.get(DECLARED_SIZE, True) is not True:
         raise InvalidInputError(f"public.{DECLARED_SIZE} is {public[DECLARED_SIZE]!r}, not true")
     checks.whole("public.classes", public.get("classes", 2), 2)
