@@ -17,7 +17,7 @@ import inspect
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -178,13 +178,13 @@ class _Graphs:
     def _up_to_date(self, key: object) -> Any:
         """The graph of a key, if what it was captured with is as it was."""
         graph = self._graphs.get(key)
-        if graph is None or graph.surroundings.same():
+        changed = None if graph is None else graph.surroundings.changed()
+        if changed is None:
             return graph
         del self._graphs[key]
         self._changes += 1
         if self._changes >= MOST_CHANGES:
-            changed = graph.surroundings.changed()
-            self._give_up(f"{changed} changes between steps; pass it to the step as an argument")
+            self._give_up(f"'{changed}' changes between steps; pass it to the step as an argument")
         return None
 
     def _may_capture(self, kind: str, batch: Any) -> bool:
@@ -526,37 +526,32 @@ class Surroundings:
     """
 
     def __init__(self, owner: Any, models: Sequence[nn.Module]) -> None:
-        self._numbers: list[tuple[Any, Any, Any]] = []
-        self._tensors: list[tuple[Any, Any, Tensor, int]] = []
-        self._objects: list[tuple[Any, Any, Any, int | None]] = []
-        # names for logs: keys of a dictionary may be data
-        self._shown: dict[tuple[int, Any], str] = {}
+        # name for logs, how to look it up again, what it was
+        self._numbers: list[tuple[str, Callable[[], Any], Any]] = []
+        self._objects: list[tuple[str, Callable[[], Any], Any]] = []
+        self._tensors: list[tuple[str, Tensor, int]] = []
+        self._sizes: list[tuple[str, Any, int]] = []
         self._generators: list[Any] = []  # that the function may draw from, on the host
-        for holder in _holders(owner, models):
-            self._add(holder)
-        self._values = [value for _, _, value in self._numbers]
+        for name, look_up in _readings(owner, models):
+            self._add(name, look_up)
 
-    def _add(self, holder: Mapping[Any, Any], inside: str | None = None) -> None:
-        """Note what a holder has; `inside` is the name of a list or dictionary that it is."""
-        for name, value in holder.items():
-            self._shown[id(holder), name] = inside or str(name)
-            if isinstance(value, Tensor):
-                self._tensors.append((holder, name, value, value.data_ptr()))
-                if value.device.type == "cpu" and value.numel() == 1:  # which a graph would keep
-                    self._numbers.append((_Item(value), None, value.item()))
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                self._numbers.append((holder, name, value))
-            elif (
-                inside is None
-                and isinstance(value, (dict, list, tuple))
-                and len(value) <= MOST_ITEMS
-            ):
-                self._objects.append((holder, name, value, len(value)))
-                self._add(value if isinstance(value, dict) else _Items(value), str(name))
-            else:  # another function, module or object may come to stand there
-                self._objects.append((holder, name, value, None))
-                if isinstance(value, (random.Random, np.random.Generator, torch.Generator)):
-                    self._generators.append(value)
+    def _add(self, name: str, look_up: Callable[[], Any], *, inside: bool = False) -> None:
+        value = look_up()
+        if value is None or isinstance(value, (bool, int, float, str)):
+            self._numbers.append((name, look_up, value))
+            return
+        self._objects.append((name, look_up, value))
+        if isinstance(value, Tensor):
+            self._tensors.append((name, value, value.data_ptr()))
+            if value.device.type == "cpu" and value.numel() == 1:  # which a graph would keep
+                self._numbers.append((name, value.item, value.item()))
+        elif isinstance(value, (random.Random, np.random.Generator, torch.Generator)):
+            self._generators.append(value)
+        elif not inside and isinstance(value, (dict, list, tuple)) and len(value) <= MOST_ITEMS:
+            self._sizes.append((name, value, len(value)))
+            for key in list(value) if isinstance(value, dict) else range(len(value)):
+                # under the name of the whole: keys of a dictionary may be data
+                self._add(name, partial(_item, value, key), inside=True)
 
     def draws(self) -> list[str]:
         """Where random numbers of the host stand, which a replay would not draw."""
@@ -572,98 +567,87 @@ class Surroundings:
         with np.printoptions(threshold=sys.maxsize):
             return [repr(one) for one in (*usual, *own)]
 
-    def same(self) -> bool:
-        """Whether all is as it was, and where it was."""
-        return (
-            not any(differs(holder.get(name), value) for holder, name, value in self._numbers)
-            and all(
-                holder.get(name) is value and value.data_ptr() == place
-                for holder, name, value, place in self._tensors
-            )
-            and all(
-                holder.get(name) is value and (length is None or len(value) == length)
-                for holder, name, value, length in self._objects
-            )
-        )
-
-    def changed(self) -> str:
-        """The first that is not as it was."""
-        for holder, name, value in self._numbers:
-            if differs(holder.get(name), value):
-                return f"'{self._shown.get((id(holder), name), 'a number')}'"
-        for holder, name, value, length in self._objects:
-            if holder.get(name) is not value or (length is not None and len(value) != length):
-                return f"'{self._shown[id(holder), name]}'"
-        for holder, name, value, place in self._tensors:
-            if holder.get(name) is not value or value.data_ptr() != place:
-                return f"the tensor '{self._shown[id(holder), name]}'"
-        return "what the function reads"
+    def changed(self) -> str | None:
+        """The first that is not as it was, and where it was; None if all is."""
+        for name, look_up, value in self._numbers:
+            now = look_up()  # anything may stand there by now
+            if now is not value and (type(now) is not type(value) or now != value):
+                return name
+        for name, look_up, value in self._objects:
+            if look_up() is not value:
+                return name
+        for name, value, place in self._tensors:
+            if value.data_ptr() != place:
+                return name
+        return next((name for name, held, size in self._sizes if len(held) != size), None)
 
 
-def differs(now: Any, before: Any) -> bool:
-    """Whether a number or text is another one; anything may stand there by now."""
-    return now is not before and (type(now) is not type(before) or now != before)
+def _item(held: Any, key: Any) -> Any:
+    """What stands in a list or dictionary; None for nothing."""
+    try:
+        return held[key]
+    except (KeyError, IndexError):
+        return None
 
 
-class _Items(dict[int, Any]):
-    """The items of a list, to be looked up again."""
-
-    def __init__(self, values: Any) -> None:
-        super().__init__(enumerate(values))
-        self._list = values
-
-    def get(self, place: Any, default: Any = None) -> Any:
-        return self._list[place] if place < len(self._list) else default
+def _content(cell: Any) -> Any:
+    """What a variable of a closure holds; None for nothing yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
-class _Item:
-    """A number on the host, to be looked up again."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._value = value
-
-    def get(self, _: None) -> Any:
-        return self._value.item()
-
-
-def _holders(owner: Any, models: Sequence[nn.Module]) -> Iterator[Mapping[Any, Any]]:
-    """Where the function and those that it calls find values by name, and what modules hold."""
-    codes: list[tuple[FunctionType, Mapping[str, Any]]] = []
-    objects: list[Any] = []
-    ahead: list[Any] = [] if owner is None else [owner]
-    while ahead or (ahead := _beyond(objects, codes)):
-        value = ahead.pop()
-        if isinstance(value, partial):
-            ahead += [value.func, *value.args, *value.keywords.values()]
-        method_of = getattr(value, "__self__", None)
-        plain = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else value
-        if isinstance(plain, FunctionType):
-            known = plain.__module__.partition(".")[0] in _LIBRARIES and plain is not owner
-            if known or any(plain is found for found, _ in codes):
-                continue
-            cells = dict(zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True))
-            names: Mapping[str, Any] = {
-                **_Cells(cells).now(),
-                **_Named(plain.__globals__, _globals_in(plain.__code__)),
-            }
-            codes.append((plain, names))
-            yield _Cells(cells)
-            yield _Named(plain.__globals__, _globals_in(plain.__code__))
-            ahead += [*names.values(), method_of]
-        elif _has_attributes(value) and not any(value is found for found in objects):
-            objects.append(value)
-            ahead += () if isinstance(value, (type, ModuleType)) else type(value).__mro__
-    read = {name for plain, _ in codes for name in _names_in(plain.__code__)}
-    for value in objects:
-        yield _Named(vars(value), sorted(read))
+def _readings(owner: Any, models: Sequence[nn.Module]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What a function and those that it calls read by name, and what modules hold."""
+    functions, objects = ([], []) if owner is None else _reached(owner)
+    for function in functions:
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            yield name, partial(_content, cell)
+        for name in _globals_in(function.__code__):
+            yield name, partial(function.__globals__.get, name)
+    for one in objects:
+        for name in _names_in(functions):
+            yield name, partial(vars(one).get, name)
     for model in models:
         for module in model.modules():
-            yield vars(module)
-            yield module._parameters
-            yield module._buffers
+            for held in (vars(module), module._parameters, module._buffers):
+                for name in list(held):
+                    yield name, partial(held.get, name)
 
 
-_LIBRARIES = ("torch", "transformers", "peft", "dpsur")
+def _reached(owner: Any) -> tuple[list[FunctionType], list[Any]]:
+    """Functions that are called, and objects, classes and modules whose attributes they read."""
+    functions: list[FunctionType] = []
+    objects: list[Any] = []
+    seen: list[Any] = []
+    ahead = [owner]
+    while ahead:
+        value = ahead.pop()
+        seen.append(value)
+        if isinstance(value, partial):
+            ahead += [value.func, *value.args, *value.keywords.values()]
+        elif callable(value):
+            ahead.append(getattr(value, "__self__", None))
+            value = inspect.unwrap(getattr(value, "__func__", value))
+        if isinstance(value, FunctionType):
+            if value not in functions and (value is owner or not _is_library(value.__module__)):
+                functions.append(value)
+                ahead += map(_content, value.__closure__ or ())
+                ahead += map(value.__globals__.get, _globals_in(value.__code__))
+        elif _has_attributes(value) and not any(value is one for one in objects):
+            objects.append(value)
+            ahead += () if isinstance(value, (type, ModuleType)) else type(value).__mro__
+        if not ahead:  # more names may be read by now
+            held = (vars(one).get(name) for one in objects for name in _names_in(functions))
+            ahead += [one for one in held if not any(one is each for each in seen)]
+    return functions, objects
+
+
+def _is_library(home: str) -> bool:
+    return home.partition(".")[0] in ("torch", "transformers", "peft", "dpsur")
 
 
 def _has_attributes(value: Any) -> bool:
@@ -674,27 +658,17 @@ def _has_attributes(value: Any) -> bool:
         home = value.__name__
     else:
         home = (value if isinstance(value, type) else type(value)).__module__
-    return home.partition(".")[0] not in (*_LIBRARIES, "builtins")
+    return home != "builtins" and not _is_library(home)
 
 
-def _beyond(objects: list[Any], codes: Any) -> list[Any]:
-    """What objects hold by the names that are read, and that was not looked at yet."""
-    read = {"__call__"}.union(*(_names_in(plain.__code__) for plain, _ in codes))
-    found = [vars(value).get(name) for value in objects for name in read]
-    seen = [*objects, *(plain for plain, _ in codes)]
-    return [
-        one
-        for one in found
-        if not any(one is each for each in seen)
-        and (_has_attributes(one) or isinstance(one, FunctionType))
-        and not (isinstance(one, FunctionType) and one.__module__.partition(".")[0] in _LIBRARIES)
-    ]
-
-
-def _names_in(code: CodeType) -> list[str]:
-    """Names that a function reads from elsewhere, those of functions inside of it included."""
-    inner = [_names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
-    return [*code.co_names, *(name for names in inner for name in names)]
+def _names_in(functions: Sequence[FunctionType]) -> list[str]:
+    """Names that functions read from elsewhere, those of functions inside of them included."""
+    ahead, found = [one.__code__ for one in functions], {"__call__"}
+    while ahead:
+        code = ahead.pop()
+        found.update(code.co_names)
+        ahead += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return sorted(found)
 
 
 def _globals_in(code: CodeType) -> list[str]:
@@ -702,34 +676,6 @@ def _globals_in(code: CodeType) -> list[str]:
     own = [one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"]
     inner = [_globals_in(one) for one in code.co_consts if isinstance(one, CodeType)]
     return [*own, *(name for names in inner for name in names)]
-
-
-class _Cells(dict[str, Any]):
-    """The variables of a closure, by name."""
-
-    def now(self) -> dict[str, Any]:
-        """What they hold."""
-        return {name: self.get(name) for name in self}
-
-    def items(self) -> Any:
-        return self.now().items()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self[name].cell_contents
-        except ValueError:  # not yet assigned
-            return default
-
-
-class _Named(dict[str, Any]):
-    """Some of the values that something holds by name."""
-
-    def __init__(self, held: Mapping[str, Any], names: Sequence[str]) -> None:
-        super().__init__((name, held.get(name)) for name in names)
-        self._held = held
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._held.get(name, default)
 
 
 def _captures(device: torch.device) -> bool:
