@@ -52,15 +52,20 @@ model, optimizer, loader = engine.make_private_with_epsilon(
     target_delta=DELTA,
     max_grad_norm=1.0,
     epochs=3,
-    augment=shift,
-    views=4,
 )
+
+
+@engine.private_step
+def step(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """The mean loss over four views of a record."""
+    x, y = batch
+    return nn.functional.cross_entropy(model(shift(x.repeat(4, 1, 1, 1))), y.repeat(4))
+
+
 for epoch in range(3):
     model.train()
-    for x, y in loader:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    for batch in loader:
+        step(batch)
     model.eval()
     accuracy = (model(test_x).argmax(1) == test_y).float().mean()
     print(f"epoch {epoch + 1}: epsilon {engine.get_epsilon(DELTA):.2f}, accuracy {accuracy:.1%}")

@@ -127,7 +127,7 @@ def a_person_adds_a_row_of_norm_one_to_a_test():
     engine.private_step(mean_loss)
     tests, state = engine._procedure.tests, engine._at_hand()
     found = 0
-    for count, batch in tests.reader.read(1, None, views=False):
+    for count, batch in tests.reader.read(1, None):
         for quantity in ("score", "gradient_norm", "loss_scale"):
             values = tests._values(getattr(model_tests, quantity.upper()), batch, state, count)
             assert len(values) == count
@@ -496,7 +496,6 @@ def test_a_batch_that_the_loop_has_made_is_refused():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"views": 2, "augment": lambda x: x}, "groups cannot be combined with views=2"),
         ({"most": 0}, "records_per_person"),
         ({"sampling": "person!"}, "sampling must be one of"),
         ({"sampling": "record"}, "needs records"),

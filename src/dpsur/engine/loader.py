@@ -46,7 +46,6 @@ from dpsur.functional.persons import PersonRecords
 from dpsur.functional.tree import map_tensors, tensors_of
 from dpsur.mechanism.gaussian import poisson_sample
 from dpsur.mechanism.streams import BATCH, VAL_BATCH, Stream, Streams
-from dpsur.per_example.augmentation import Augment, augmented
 
 if TYPE_CHECKING:
     from dpsur.engine.steps import PrivateLoop
@@ -151,7 +150,6 @@ class CollateAlone:
 
     collate: Callable[[list[Any]], Any]
     pad: Mapping[str, float] | None = None
-    views: int = 1
     persons: bool = False
 
     def __call__(self, records: Sequence[Any]) -> PrivateBatch:
@@ -162,7 +160,7 @@ class CollateAlone:
                 tensors = map_tensors(
                     lambda value: value.unsqueeze(1), default_collate(list(records))
                 )
-                return PrivateBatch((Group(len(records), self._viewed(tensors)),))
+                return PrivateBatch((Group(len(records), tensors),))
             except (RuntimeError, TypeError):
                 pass
         groups: dict[object, list[Any]] = {}
@@ -174,21 +172,10 @@ class CollateAlone:
             tuple(
                 Group(
                     len(group),
-                    self._viewed(
-                        map_tensors(lambda *values: torch.stack(values), *group, otherwise=_keep)
-                    ),
+                    map_tensors(lambda *values: torch.stack(values), *group, otherwise=_keep),
                 )
                 for group in groups.values()
             )
-        )
-
-    def _viewed(self, batch: Any) -> Any:
-        if self.views == 1:
-            return batch
-        return map_tensors(
-            lambda value: value.repeat_interleave(self.views, 1) if value.dim() > 1 else value,
-            batch,
-            otherwise=_keep,
         )
 
     def _padded(self, alone: Any) -> Any:
@@ -276,26 +263,6 @@ def opened(batch: Any) -> PrivateBatch:
         )
     one = map_tensors(lambda value: value.unsqueeze(1), batch, otherwise=_keep)
     return PrivateBatch((Group(rows, one),))
-
-
-@contextmanager
-def augmenting(module: Any, augment: Augment | None) -> Iterator[None]:
-    """Change the inputs of a module while a step runs, each record by itself."""
-    if augment is None:
-        yield
-        return
-
-    def change(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs:
-            return args, augmented(augment, kwargs)
-        found = augmented(augment, args[0] if len(args) == 1 else args)
-        return (found if type(found) is tuple else (found,)), kwargs
-
-    handle = module.register_forward_pre_hook(change, with_kwargs=True, prepend=True)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _shape(alone: Any) -> object:
@@ -471,12 +438,10 @@ class Collate:
         self,
         collate: Callable[[list[Any]], Any],
         dataset: Any,
-        views: int,
         *,
         persons: bool = False,
     ) -> None:
-        self.collate, self.dataset, self.views = collate, dataset, views
-        self.persons = persons
+        self.collate, self.dataset, self.persons = collate, dataset, persons
         self.alone: CollateAlone | None = None  # for private steps
 
     def __call__(self, records: list[Any]) -> Any:
@@ -486,16 +451,9 @@ class Collate:
         if self.persons:
             records = [record for own in records for record in own]
         if records:
-            batch = collate_apart(self.collate, records)
-        else:  # only the shape of the record is used; what is no number becomes empty
-            batch = map_tensors(torch.zeros_like, self.collate([self.dataset[0]]), otherwise=_blank)
-        if self.views == 1:
-            return batch
-        return map_tensors(
-            lambda value: value.repeat_interleave(self.views, 0) if value.dim() else value,
-            batch,
-            otherwise=lambda value: value,
-        )
+            return collate_apart(self.collate, records)
+        # only the shape of the record is used; what is no number becomes empty
+        return map_tensors(torch.zeros_like, self.collate([self.dataset[0]]), otherwise=_blank)
 
 
 def _blank(value: Any) -> Any:
@@ -520,11 +478,9 @@ class PrivateLoader(DataLoader[Any]):
         sampler: PoissonSampler,
         owner: "PrivateLoop",
         length: int,
-        views: int = 1,
     ) -> None:
         self.length, self.plain = length, loader
-        self.owner, self.views = owner, views
-        self.poisson = sampler
+        self.owner, self.poisson = owner, sampler
         options: dict[str, Any] = {}
         if loader.num_workers:
             options = {
@@ -536,7 +492,7 @@ class PrivateLoader(DataLoader[Any]):
             PersonData(loader.dataset) if by_person else loader.dataset,
             batch_sampler=sampler,
             num_workers=loader.num_workers,
-            collate_fn=Collate(loader.collate_fn, loader.dataset, views, persons=by_person),
+            collate_fn=Collate(loader.collate_fn, loader.dataset, persons=by_person),
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
@@ -552,9 +508,7 @@ class PrivateLoader(DataLoader[Any]):
     def collate_alone(self) -> None:
         """Yield opaque batches from now on, for private steps."""
         own = cast(Collate, self.collate_fn)
-        own.alone = CollateAlone(
-            own.collate, padding_of(own.collate), own.views, persons=own.persons
-        )
+        own.alone = CollateAlone(own.collate, padding_of(own.collate), persons=own.persons)
 
     def __len__(self) -> int:
         return self.length
@@ -622,21 +576,21 @@ class TestReader:
 
     def blank(self) -> Any:
         """A batch of one record of zeros."""
-        return self._collate(views=False)([])
+        return self._collate()([])
 
-    def _collate(self, *, views: bool) -> Collate:
+    def _collate(self) -> Collate:
         own = cast(Collate, self._loader.collate_fn)
-        return Collate(own.collate, own.dataset, own.views if views else 1, persons=own.persons)
+        return Collate(own.collate, own.dataset, persons=own.persons)
 
     def read(
-        self, step: int | Tensor, rate: float | None, *, views: bool, here: bool = False
+        self, step: int | Tensor, rate: float | None, *, here: bool = False
     ) -> Iterator[tuple[int, Any]]:
         """This rank's share of all records, or of a Poisson sample, as the loader joins them.
 
-        Each microbatch comes with its number of records; for none a record of zeros stands in. With
-        `views` it has as many rows per record as in training. A small sample is read `here` and at
-        once, which takes less time than to start workers. Where persons are drawn, those of a
-        microbatch have the same number of rows, and it comes with the number of persons.
+        Each microbatch comes with its number of records; for none a record of zeros stands in. A
+        small sample is read `here` and at once, which takes less time than to start workers. Where
+        persons are drawn, those of a microbatch have the same number of rows, and it comes with the
+        number of persons.
         """
         loader, streams = self._loader, self._streams()
         sampler, stream = loader.poisson, streams.at(step)[VAL_BATCH]
@@ -651,7 +605,7 @@ class TestReader:
         parts = [units[start : start + most] for start in range(0, longest, most)]
         if sampler.by_person:
             parts = _of_equal_size(units, most) or [[]]
-        collate, data = self._collate(views=views), cast(Any, loader.dataset)
+        collate, data = self._collate(), cast(Any, loader.dataset)
         batches: Iterable[Any] = (collate([data[row] for row in part]) for part in parts)
         if not here:
             batches = DataLoader(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpsur.engine.criterion import Criterion
-from dpsur.engine.loader import TestReader, augmenting
+from dpsur.engine.loader import TestReader
 from dpsur.engine.watch import Watcher
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import mode, output_rows
@@ -87,13 +87,13 @@ class Evaluation:
         outputs, targets = map_tensors(lambda value: value.flatten(0, 1), (outputs, targets))
         return Evaluated(outputs, targets, losses.reshape(records))
 
-    def gradient_norms(self, batch: Any, rows_each: int | None = None) -> Tensor:
+    def gradient_norms(self, batch: Any, rows_each: int = 1) -> Tensor:
         """The norm of each record's (or person's) gradient, as in training.
 
-        A record has a row for each view, a person one for each of their records.
+        A record has one row, a person one for each of their records.
         """
         watcher = self.watcher
-        records, alone = self._alone(batch, rows_each or watcher.views)
+        records, alone = self._alone(batch, rows_each)
 
         def loss(one: Any) -> Tensor:
             *_, found = self._of_one(one)
@@ -103,7 +103,6 @@ class Evaluation:
         with (
             mode(watcher.module, training=True),
             watcher.paused(),
-            augmenting(watcher.module, watcher.augment),
             nullcontext() if sharding is None else sharding.watched(),
         ):
             tape, *_ = watcher.records.tape(loss, alone, records, randomness=watcher.randomness)
@@ -119,11 +118,11 @@ class Evaluation:
                 )
             return tape.norms()
 
-    def _alone(self, batch: Any, views: int = 1) -> tuple[int, Any]:
+    def _alone(self, batch: Any, rows_each: int = 1) -> tuple[int, Any]:
         """The number of records of a batch, and their tensors with the records in front."""
         tensors = [value for value in tensors_of(batch) if value.dim()]
         rows = len(tensors[0]) if tensors else 0
-        if not rows or rows % views or any(len(value) != rows for value in tensors):
+        if not rows or rows % rows_each or any(len(value) != rows for value in tensors):
             raise InvalidInputError(
                 "a test of the gate needs batches whose tensors have a row per record"
             )
@@ -132,10 +131,10 @@ class Evaluation:
         def front(value: Tensor) -> Tensor:
             value = value.to(device)
             if not value.dim():
-                return value.expand(rows // views)
-            return value.reshape(-1, views, *value.shape[1:])
+                return value.expand(rows // rows_each)
+            return value.reshape(-1, rows_each, *value.shape[1:])
 
-        return rows // views, map_tensors(front, batch, otherwise=lambda value: value)
+        return rows // rows_each, map_tensors(front, batch, otherwise=lambda value: value)
 
     def _of_one(self, batch: Any) -> tuple[Any, Any, Tensor]:
         module = self.watcher.module
@@ -178,8 +177,7 @@ class ModelTests:
     def total(self, quantity: str, state: State, draws: Draws) -> Tensor:
         total = None
         rate = self.event.sample_rate if isinstance(self.event, SampledGaussian) else None
-        views = quantity == GRADIENT_NORM  # is measured as in training
-        for count, batch in self.reader.read(draws.step, rate, views=views):
+        for count, batch in self.reader.read(draws.step, rate):
             values = self._values(quantity, batch, state, max(1, count))
             if len(values) != max(1, count):
                 raise InvalidInputError(
@@ -235,7 +233,7 @@ class CandidateTest:
 
     def begin(self, state: State, draws: Draws) -> "_Begun":  # noqa: ARG002
         rate = self.test.sample_rate
-        batches = list(self.reader.read(draws.step, rate, views=False, here=True))
+        batches = list(self.reader.read(draws.step, rate, here=True))
         return _Begun(batches, self._mean_loss(batches, draws))
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:  # noqa: ARG002

@@ -46,7 +46,6 @@ from dpsur.functional.tree import Params
 from dpsur.mechanism.blocks import released_metrics
 from dpsur.mechanism.gates import BlockGate, CoinGate, Gate, LossGate, Metrics
 from dpsur.mechanism.streams import Streams
-from dpsur.per_example.augmentation import Augment
 from dpsur.privacy.data_ledger import DataLedger
 from dpsur.privacy.events import NonPrivate
 from dpsur.privacy.plan import Plan
@@ -138,8 +137,6 @@ class PrivacyEngine(PrivateLoop):
         gate: Gate | None = None,
         metrics: Metrics | None = None,
         accounting: str | None = None,
-        augment: Augment | None = None,
-        views: int = 1,
         groups: Any = None,
         records_per_person: int | None = None,
         sampling: str = PERSON,
@@ -184,9 +181,6 @@ class PrivacyEngine(PrivateLoop):
                 accepted ones only: then `steps` counts accepted updates, the loader ends after the
                 last of them, and the number of batches that the loop saw is private. A `CoinGate`
                 needs "proven", which is its default; that of everything else is "every-trial".
-            augment: changes the inputs of the model at random, each record by itself, in training.
-            views: so many views of a record are averaged inside its one clipped gradient. The
-                loader then yields every record so many times in a row, for `augment` to change.
             groups: the person of each record, an array or a function of a record. The unit of
                 privacy is then one person with all of their records: persons are drawn for a batch,
                 `batch_size` counts them, and a private step gets the records of one person as one
@@ -239,22 +233,20 @@ class PrivacyEngine(PrivateLoop):
         self._records = len(cast(Sized, data_loader.dataset))
         self._update = mechanism.update(noise_multiplier) if noise_multiplier else NonPrivate()
         device = next(iter(trained.values())).device
-        if views > 1 and augment is None:
-            raise InvalidInputError(f"views={views} needs augment=..., which makes them different")
         by_person = units.persons is not None and not units.by_record
-        if by_person and (views > 1 or is_sharded(module)):
-            what = f"views={views}" if views > 1 else "a model that fully_shard has sharded"
+        if by_person and is_sharded(module):
             raise InvalidInputError(
-                f"groups cannot be combined with {what}: each person adds one gradient, clipped as "
-                "a whole, which only a private step on an unsharded model computes; leave one of "
-                "them out, or draw records in place of persons: sampling='record'",
+                "groups cannot be combined with a model that fully_shard has sharded: each person "
+                "adds one gradient, clipped as a whole, which only a private step on an unsharded "
+                "model computes; leave one of them out, or draw records in place of persons: "
+                "sampling='record'",
                 code="persons-need-private-step",
             )
         ranks = connect(device)
         ranks.check_same(
             {
                 "settings": f"{self._update} {mechanism.test()} {max_grad_norm} "
-                f"{self._ledger.describe()} {seed} {views} {getattr(gate, 'loss_clip', None)}",
+                f"{self._ledger.describe()} {seed} {getattr(gate, 'loss_clip', None)}",
                 "number of records": f"{units.held} of {self._records}",
                 "parameters": str([(name, value.shape) for name, value in trained.items()]),
             }
@@ -266,9 +258,7 @@ class PrivacyEngine(PrivateLoop):
         self._module, self._optimizer, self._dataset = module, optimizer, data_loader.dataset
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
         clip_norm = FIRST_CLIP_NORM if max_grad_norm is None else max_grad_norm
-        self._watcher = Watcher(
-            module, trained, clip_norm, loss_reduction, self, augment, views, sharding
-        )
+        self._watcher = Watcher(module, trained, clip_norm, loss_reduction, self, sharding)
         sampler = PoissonSampler(
             *(units.held, rate, self._batch_streams, units.persons), by_record=units.by_record
         )
@@ -278,7 +268,7 @@ class PrivacyEngine(PrivateLoop):
             sampler.most = max(1, max_physical_batch_size // each)
         if sharding is None:
             self._watcher.graphs = self._call_graphs(sampler)
-        self._loader = PrivateLoader(data_loader, sampler, self, units.length, views)
+        self._loader = PrivateLoader(data_loader, sampler, self, units.length)
         if self._private_steps:
             self._loader.collate_alone()
         averages = gate.averages if isinstance(gate, BlockGate) else ()
@@ -454,7 +444,6 @@ class PrivacyEngine(PrivateLoop):
             "accept_threshold": None,
             "loss_clip": None,
             "optimizer": type(self._optimizer).__name__.removeprefix("Private"),
-            "views": self._loader.views,
         }
         if isinstance(gate, LossGate | CoinGate):
             settled = gate.resolve(self._units.size)

@@ -28,7 +28,6 @@ from dpsur.engine.loader import (
     PoissonSampler,
     PrivateBatch,
     PrivateLoader,
-    augmenting,
     groups_of,
     opened,
     records_in,
@@ -350,7 +349,7 @@ class PrivateLoop:
         )
 
     def layer_randomness(self) -> AbstractContextManager[None]:
-        """Secret random numbers for layers and augmentations, others in every call of a step."""
+        """Secret random numbers for code that draws some, others in every call of a step."""
         self._calls += 1
         seed = self._streams.seed_for(LAYERS, self.accountant.steps) + self._calls
         return seeded_globally(seed, next(iter(self._watcher.trained.values())).device)
@@ -454,7 +453,6 @@ class PrivateLoop:
         with (
             self.final_refusals(),
             watcher.paused(),
-            augmenting(self._module, watcher.augment),
         ):
             for sums, losses, figures in self._gradients(step, found, args, kwargs):
                 parts.append((losses, figures))

@@ -27,10 +27,9 @@ from dpsur.engine.captured import CallGraphs, CapturedCall, Sums, rows_with_nan
 from dpsur.engine.loss_graph import REMEDY, Cut, calls_meet, check_loss_graph
 from dpsur.engine.sharding import Sharding
 from dpsur.errors import CouplingError, StepError, UnsupportedModelError
-from dpsur.functional.problem import Arguments, arguments, use_weights
+from dpsur.functional.problem import Arguments, use_weights
 from dpsur.functional.process_settings import precision
 from dpsur.functional.tree import Params, describe_rows, map_tensors, tensors_of
-from dpsur.per_example.augmentation import Augment, augmented
 from dpsur.per_example.clipping import clip_tape
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.record_level import only_trusted_rules
@@ -141,7 +140,7 @@ class Gradients:
 class Watcher:
     """Watches one module. `owner` is asked before each call whether a private batch is due.
 
-    Layers and augmentations draw from its random numbers. Which draws a record gets depends on its
+    Layers draw from its random numbers. Which draws a record gets depends on its
     place in the batch, and so on other records: nobody may know them. A program may well begin with
     `torch.manual_seed(0)`.
     """
@@ -153,8 +152,6 @@ class Watcher:
         max_grad_norm: float,
         loss_reduction: str,
         owner: "PrivateLoop",
-        augment: Augment | None = None,
-        views: int = 1,
         sharding: Sharding | None = None,
     ) -> None:
         self.module, self.trained, self.sharding = module, trained, sharding
@@ -163,7 +160,6 @@ class Watcher:
         self.unwatched: str | None = None
         self._expects, self.randomness = owner.expect, owner.layer_randomness
         self._final_refusals, self._owner = owner.final_refusals, owner
-        self.augment, self.views = augment, views
         self._names = {id(value): name for name, value in module.named_parameters()}
         self.records = RecordFunction(
             (module,), trained, None if sharding is None else sharding.tape
@@ -284,25 +280,17 @@ class Watcher:
         below = [value for value in tensors_of(given) if value.grad_fn is not None]
         if below and self._owner.due is None:
             return self._judge(name, given)
-        rows, views = _row_count(given), self.views
-        if rows % views:
-            raise StepError(
-                f"the model was called with {rows} rows, expected a multiple of views={views}; "
-                "keep the views of a record together"
-            )
-        self._expects(rows // views)
+        count = _row_count(given)
+        self._expects(count)
         self.check_interrupted()
         self._check_constants(name, given)
         self._note_precision()
 
         def call(one: Any) -> Any:
-            inner_args, inner_kwargs = self._augmented(*one)
+            inner_args, inner_kwargs = one
             return getattr(self.module, name)(*inner_args, **inner_kwargs)
 
-        alone = map_tensors(
-            lambda value: value.unflatten(0, (-1, views)), (args, kwargs), otherwise=_keep
-        )
-        count = rows // views
+        alone = map_tensors(lambda value: value.unsqueeze(1), (args, kwargs), otherwise=_keep)
         made = WatchedCall(None, count, given=tensors_of(given))
         with self._sharded, self.paused():
             if self.graphs is not None and name == "forward" and not below:
@@ -358,16 +346,6 @@ class Watcher:
             )
         self.rounded = True
 
-    def _augmented(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call after the augmentation."""
-        if self.augment is None:
-            return args, kwargs
-        if bool(args) == bool(kwargs):
-            raise StepError(
-                "with augment=..., call the model with positional or with keyword arguments only"
-            )
-        return arguments(augmented(self.augment, kwargs or (args[0] if len(args) == 1 else args)))
-
     def _outputs(self, call: WatchedCall, found: Any) -> Any:
         """What the module returns for the whole batch; notes where its graph ends."""
 
@@ -383,9 +361,9 @@ class Watcher:
             if value.dim() == 1:  # a number that the model computed for each record, as a loss
                 note(value)
                 return value.mean() if self.loss_reduction == "mean" else value.sum()
-            if value.shape[1] == self.views:
+            if value.shape[1] == 1:
                 return note(value.flatten(0, 1))
-            if value.dim() > 2 and value.shape[2] == self.views:  # sequences come first
+            if value.dim() > 2 and value.shape[2] == 1:  # sequences come first
                 return value.movedim(0, 1).flatten(1, 2)
             raise UnsupportedModelError(
                 f"an output of the model has the shape {tuple(value.shape[1:])} for a batch of one "
@@ -469,7 +447,6 @@ class Watcher:
         fed = [value for one in calls for value in one.given if _under([value], cut)]
         report = check_loss_graph(loss, cut, call.rows, self._names, fed)
         self._check_calls(calls, cut, loss)
-        views = 1 if self.loss_reduction == "mean" else self.views  # a sum is not divided by them
         if call.rows > 1 and report.mean != (self.loss_reduction == "mean"):
             has = "a mean" if report.mean else "a sum"
             raise StepError(
@@ -487,7 +464,7 @@ class Watcher:
             if one.tape is not None:
                 one.tape.recording = True
         start = report.scale if report.divisor is None else report.divisor
-        return start, report.scale / start / views
+        return start, report.scale / start
 
     def _check_calls(self, calls: list[WatchedCall], cut: Cut, loss: Tensor) -> None:
         """Know how a loss goes through several calls; it has to be the same in every batch."""

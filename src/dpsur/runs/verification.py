@@ -121,7 +121,8 @@ EARLIER_USUAL = {"loss_clip": 0.001, "clip_norm": "median"}
 EARLIER_LOSS = "clipped training loss"  # which tests measured before the Brier score
 METRIC = ("test", "after", "quantity", "learning_rate", "value", "scale", "standard_error")
 # The settings that every custom loop has.
-LOOP_SETTINGS = ("batch_size", "noise_multiplier", "max_grad_norm", "optimizer", "views")
+LOOP_SETTINGS = ("batch_size", "noise_multiplier", "max_grad_norm", "optimizer")
+EARLIER_LOOP_SETTINGS = ("views",)
 
 CHECKED: Final = (
     "every epsilon follows from the stated mechanism, delta and cap on trials, and fits the budget",
@@ -625,7 +626,8 @@ def _loop_faults(statement: Mapping[str, Any]) -> list[str]:
     settings, plan = statement["settings"], plan_from_statement(statement)
     size, searches = statement["dataset_size"], bool(plan.tests) and plan.searches
     tested: Any = plan.test if searches else plan.typical.test
-    due: dict[str, Any] = {name: settings[name] for name in LOOP_SETTINGS}
+    earlier = [name for name in EARLIER_LOOP_SETTINGS if name in settings]
+    due: dict[str, Any] = {name: settings[name] for name in (*LOOP_SETTINGS, *earlier)}
     update = plan.typical.update
     due["noise_multiplier"] = 0.0  # of a loop without privacy, where nothing depends on the rate
     if isinstance(update, SampledGaussian):
