@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -643,26 +644,17 @@ def _attention(
     level: RecordLevel, rule: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
     """`nn.MultiheadAttention`: masks have their records elsewhere than the sequences."""
-    names = (
-        "query",
-        "key",
-        "value",
-        "key_padding_mask",
-        "need_weights",
-        "attn_mask",
-        "average_attn_weights",
-        "is_causal",
-    )
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = dict(_ATTENTION.bind(module, *args, **kwargs).arguments)
+    del given["self"]
     axis = 0 if module.batch_first else 1
     query = given["query"]
     if query.dim() != 3:
         raise NotSupportedError("attention without a batch dimension")
     fold = Fold(axis, query.shape[axis])
-    sequences = [given[name] for name in names[:3]]
-    shown = {id(value): fold.into(level.show(value)) for value in sequences}
-    for name in names[:3]:
-        given[name] = shown[id(given[name])]
+    shown: dict[int, Tensor] = {}  # one that is given twice stays one
+    for name in ("query", "key", "value"):
+        value = given[name]
+        given[name] = shown.setdefault(id(value), fold.into(level.show(value)))
     in_front = Fold(0, query.shape[axis])
     if given.get("key_padding_mask") is not None:
         given["key_padding_mask"] = in_front.into(level.show(given["key_padding_mask"]))
@@ -682,6 +674,7 @@ def _attention(
     return level.hide(output, axis), None if weights is None else level.hide(weights)
 
 
+_ATTENTION, _CROSS_ENTROPY = signature(nn.MultiheadAttention.forward), signature(F.cross_entropy)
 _LAYERS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.LSTM: _recurrent,
     nn.GRU: _recurrent,
@@ -810,18 +803,9 @@ def _cross_entropy(
 
     Batched by PyTorch it is made of a dozen small operations.
     """
-    names = (
-        "input",
-        "target",
-        "weight",
-        "size_average",
-        "ignore_index",
-        "reduce",
-        "reduction",
-        "label_smoothing",
-    )
-    given: dict[str, Any] = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
-    given |= dict(zip(names, args, strict=False)) | kwargs
+    bound = _CROSS_ENTROPY.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
     scores, target = given["input"], given["target"]
     usual = (
         level._on_top()
@@ -831,7 +815,7 @@ def _cross_entropy(
         and target.dim() == 1
         and not target.is_floating_point()
         and given["reduction"] in ("mean", "sum")
-        and all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
+        and all(given[name] is None for name in ("weight", "size_average", "reduce"))
     )
     if not usual:
         return func(*args, **kwargs)
