@@ -22,7 +22,6 @@ from dpsur.attacks.metrics import (
     measure,
 )
 from dpsur.attacks.models import Recipe, Trainer
-from dpsur.attacks.suite import ATTACKS, attack_target
 from dpsur.attacks.targets import PrivateTarget, plain_trainer, pool_on, split_pool, target_network
 from dpsur.config import Intervals, Performance, RunConfig
 from dpsur.features import NONE
@@ -34,6 +33,7 @@ from dpsur.runs.build_session import choose_device
 from dpsur.tasks import task_named
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row
+from reproduction.learned_attacks import ATTACKS, attack_target
 from reproduction.presets.settings import DELTA, EPSILONS
 from reproduction.training import BLOCK, NEVER, WITH_TF32, device_name, limit_gpu_share
 

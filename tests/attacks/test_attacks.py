@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpsur.attacks.classifier import Fitting, fit_committee, seeded
-from dpsur.attacks.learned_attacks import learn_from_shadow, shadow_attack, white_box_attack
 from dpsur.attacks.metrics import Scores, measure
 from dpsur.attacks.models import ManyModels, Recipe, SeparateModels, standardised
 from dpsur.attacks.score_attacks import (
@@ -21,16 +19,26 @@ from dpsur.attacks.score_attacks import (
     train_shadows,
     true_probability,
 )
-from dpsur.attacks.suite import ATTACKS, SHUFFLED, attack_target
+from dpsur.attacks.suite import SHUFFLED
 from dpsur.attacks.targets import (
     as_many,
     join,
-    last_layer_gradients,
     log_odds,
     split_pool,
 )
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
+from reproduction.learned_attacks import (
+    ATTACKS,
+    Fitting,
+    attack_target,
+    fit_committee,
+    last_layer_gradients,
+    learn_from_shadow,
+    seeded,
+    shadow_attack,
+    white_box_attack,
+)
 from tests.statistics import FALSE_ALARM
 
 CLASSES, WIDTH, SIZE = 4, 30, 900

@@ -25,7 +25,7 @@ def test_a_target_without_privacy(capsys, tmp_path):
     options = ["--attacks", "all", "--shadow-models", "3", "--roc", str(picture)]
     assert main(["attack", *SMALL, *options]) == 0
     printed = capsys.readouterr().out
-    for name in ("gap", "shadow, shuffled", "white-box", "lira-online", "rmia-offline, shuffled"):
+    for name in ("gap", "confidence, shuffled", "lira-online", "rmia-offline, shuffled"):
         assert f"\n{name} " in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -36,10 +36,8 @@ def test_a_private_target(capsys):
     found = json.loads(capsys.readouterr().out)
     assert set(found["attacks"]) == {
         "gap",
-        "shadow",
-        "shadow, shuffled",
-        "white-box",
-        "white-box, shuffled",
+        "confidence",
+        "confidence, shuffled",
     }
     assert found["attacks"]["gap"]["members"] == 20
 
@@ -57,9 +55,9 @@ def test_a_release(released, capsys):
     out = str(released)
     assert main(["attack", "--release", out, "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(found["attacks"]) == {"gap", "white-box", "white-box, shuffled"}
-    assert main(["attack", "--release", out, "--attacks", "shadow"]) == 2
-    assert "choose among gap, white-box" in capsys.readouterr().err
+    assert set(found["attacks"]) == {"gap", "confidence", "confidence, shuffled"}
+    assert main(["attack", "--release", out, "--attacks", "rmia-online"]) == 2
+    assert "choose among gap, confidence" in capsys.readouterr().err
     assert main(["attack", "--release", out, "--attacks", "nope"]) == 2
     assert "unknown attack 'nope'" in capsys.readouterr().err
 

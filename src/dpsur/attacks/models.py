@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from dpsur import checks
-from dpsur.attacks.classifier import replayed
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.process_settings import precision
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params
+from dpsur.mechanism.cuda_graphs import capture_graph
 from dpsur.status import advance
 
 ROWS_AT_ONCE = 1024
@@ -228,6 +228,17 @@ def _initial(make: Make, seed: int, index: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hash((seed, index)) % 2**63)
         return make()
+
+
+def replayed(step: Callable[[], None], state: Sequence[Tensor]) -> Callable[[], None]:
+    """A step as a CUDA graph. `state`, which the step changes, is as before afterwards."""
+    before = [value.clone() for value in state]
+
+    def restore() -> None:
+        for value, old in zip(state, before, strict=True):
+            value.copy_(old)
+
+    return capture_graph(step, state[0].device, before_capture=restore)
 
 
 class _Step:

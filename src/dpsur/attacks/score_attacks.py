@@ -1,4 +1,4 @@
-"""Attacks that score records: correctness, likelihood ratio, relative likelihood."""
+"""Attacks that score records: correctness, confidence, likelihood ratio, relative likelihood."""
 
 from dataclasses import dataclass
 
@@ -22,6 +22,11 @@ def gap_attack(target: Models, members: Examples, others: Examples) -> Scores:
         return right.double().cpu()
 
     return Scores(correct(members).numpy(), correct(others).numpy(), 0.5)
+
+
+def confidence_attack(target: Models, members: Examples, others: Examples) -> Scores:
+    """Score the log-odds of the true class: a threshold on the loss (Yeom et al. 2018)."""
+    return Scores.halved(target_log_odds(target, members), target_log_odds(target, others))
 
 
 SMALLEST_DEVIATION = 1e-3

@@ -1,16 +1,16 @@
 """All attacks on one target, with what each adversary knows kept apart."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from dpsur.attacks.learned_attacks import learn_from_shadow, shadow_attack, white_box_attack
 from dpsur.attacks.metrics import SHUFFLED, Scores
-from dpsur.attacks.models import Models, SeparateModels, Trainer
+from dpsur.attacks.models import Models, Trainer
 from dpsur.attacks.score_attacks import (
+    confidence_attack,
     gap_attack,
     lira_offline,
     lira_online,
@@ -29,8 +29,7 @@ Guess = Callable[[Examples, Examples], Scores]
 # attack -> what it does
 ATTACKS = {
     "gap": "whoever is classified correctly is taken for a member",
-    "shadow": "black-box: learns on a shadow model what answers to members look like",
-    "white-box": "holds part of the training set, and reads gradients of the last layer",
+    "confidence": "whoever gets a high probability for the true class",
     "lira-online": "likelihood ratio, by shadow models with and without each record",
     "lira-offline": "likelihood, by shadow models without the record",
     "rmia-online": "relative likelihood against a population, few shadow models",
@@ -57,10 +56,10 @@ class AttackScores:
         return AttackScores(scores, _accuracy(target, members), _accuracy(target, others))
 
 
-def check_attacks(names: Sequence[str]) -> None:
+def check_attacks(names: Sequence[str], known: Collection[str] = tuple(ATTACKS)) -> None:
     for name in names:
-        if name not in ATTACKS:
-            raise InvalidInputError(f"unknown attack {name!r}; choose among {', '.join(ATTACKS)}")
+        if name not in known:
+            raise InvalidInputError(f"unknown attack {name!r}; choose among {', '.join(known)}")
 
 
 def attack_target(
@@ -68,25 +67,23 @@ def attack_target(
 ) -> AttackScores:
     """Train a target and what the attacks need, with one trainer for all, and attack."""
     check_attacks(names)
-    rows = [split.target_train]
-    if "shadow" in names:
-        rows.append(split.shadow_train)
-    with status("training the target" + (" and a shadow model" if len(rows) > 1 else "")):
-        models = trainer(split.pool, rows, seed)
-    target = SeparateModels([models.module(0)])
-    scores: dict[str, Scores] = {}
+    with status("training the target"):
+        target = trainer(split.pool, [split.target_train], seed)
+    return attack_trained(target, split, trainer, names, seed, shadow_models)
+
+
+def attack_trained(
+    target: Models,
+    split: Split,
+    trainer: Trainer,
+    names: Sequence[str],
+    seed: int,
+    shadow_models: int,
+) -> AttackScores:
+    """Attack a target of this split; `trainer` makes the shadow models that some attacks need."""
     members = as_many(split.target_train, len(split.target_test), seed)
     sides = split.examples(members), split.examples(split.target_test)
-    if "gap" in names:
-        scores["gap"] = gap_attack(target, *sides)
-    if "shadow" in names:
-        shadow = SeparateModels([models.module(1)])
-        known = split.examples(split.shadow_train), split.examples(split.shadow_test)
-        with status("fitting the attack shadow"):
-            learned = learn_from_shadow(shadow, *known, seed)
-        scores |= _with_control("shadow", partial(shadow_attack, target, learned), *sides, seed)
-    if "white-box" in names:
-        scores |= with_white_box(target, split.examples(split.target_train), sides[1], seed)
+    scores = attack_answers(target, *sides, names, seed)
     if any(name in BY_SHADOWS for name in names):
         found = _by_shadows(split, trainer, target, members, seed, shadow_models)
         for name in names:
@@ -96,16 +93,20 @@ def attack_target(
     )
 
 
-def with_white_box(
-    target: Models, members: Examples, others: Examples, seed: int
+def attack_answers(
+    target: Models, members: Examples, others: Examples, names: Sequence[str], seed: int
 ) -> dict[str, Scores]:
-    """The white-box attack and its control. Of members there may be more than of others."""
-    attack = partial(_white_box, target, seed=seed)
-    with status("fitting the attack white-box and its control; on a wide last layer: minutes"):
-        return _with_control("white-box", attack, members, others, seed)
+    """The attacks that need the target's answers and nothing else."""
+    scores: dict[str, Scores] = {}
+    if "gap" in names:
+        scores["gap"] = gap_attack(target, members, others)
+    if "confidence" in names:
+        attack = partial(confidence_attack, target)
+        scores |= with_control("confidence", attack, members, others, seed)
+    return scores
 
 
-def _with_control(
+def with_control(
     name: str, attack: Guess, members: Examples, others: Examples, seed: int
 ) -> dict[str, Scores]:
     """The attack, and the same attack on records whose membership was drawn by lot."""
@@ -120,27 +121,6 @@ def _with_control(
         name: attack(members, others),
         name + SHUFFLED: attack(*shuffled),
     }
-
-
-def _white_box(target: Models, members: Examples, others: Examples, seed: int) -> Scores:
-    """Guess as many members as others, half of the smaller side; the adversary holds the rest."""
-    count = min(len(members), len(others)) // 2
-    guessed, known = zip(*(_parted(part, count, seed) for part in (members, others)), strict=True)
-    return white_box_attack(
-        target.module(0),
-        known_members=known[0],
-        known_others=known[1],
-        members=guessed[0],
-        others=guessed[1],
-        seed=seed,
-    )
-
-
-def _parted(examples: Examples, count: int, seed: int) -> tuple[Examples, Examples]:
-    """So many of the records, drawn at random, and the others."""
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
-    order = order.to(examples.inputs.device)
-    return examples.select(order[:count]), examples.select(order[count:])
 
 
 def _by_shadows(

@@ -10,8 +10,13 @@ import torch
 from dpsur import checks
 from dpsur.attacks.metrics import AttackMetrics, Scores, measure
 from dpsur.attacks.models import Recipe, SeparateModels, Trainer
-from dpsur.attacks.score_attacks import gap_attack
-from dpsur.attacks.suite import ATTACKS, AttackScores, attack_target, check_attacks, with_white_box
+from dpsur.attacks.suite import (
+    ATTACKS,
+    AttackScores,
+    attack_answers,
+    attack_target,
+    check_attacks,
+)
 from dpsur.attacks.targets import (
     PrivateTarget,
     as_many,
@@ -50,13 +55,12 @@ Who was in the training set?
   dpsur attack --release run --task csv:people.csv --schema people.json
 
 The records are split at random 2:1:2:1: the target is trained on the first part, the second are
-non-members, and the third and fourth serve the shadow model in the same way. Lines marked
-"shuffled" are controls: the same attack on random membership labels, which must find nothing.
-For a release the training records are members and the test records are not; only gap and
-white-box, which train no model, are run on it.
+non-members, and shadow models are trained on random parts of all. Lines marked "shuffled" are
+controls: the same attack on random membership labels, which must find nothing. For a release the
+training records are members and the test records are not; only gap and confidence, which train no
+model, are run on it.
 """
-USUAL = ("gap", "shadow", "white-box")
-WITHOUT_TRAINING = ("gap", "white-box")
+WITHOUT_TRAINING = ("gap", "confidence")
 ALL = "all"
 
 
@@ -69,8 +73,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attacks",
         metavar="LIST",
-        help=f"names separated by commas, or all (default: {','.join(USUAL)}; of a release "
-        f"{','.join(WITHOUT_TRAINING)})",
+        help=f"names separated by commas, or all (default: {','.join(WITHOUT_TRAINING)})",
     )
     parser.add_argument("--release", metavar="DIR", help="attack a release instead of a new target")
     add_data_options(parser)
@@ -139,7 +142,7 @@ def _names(options: argparse.Namespace) -> list[str]:
     """The attacks that were asked for, all of them possible."""
     possible = list(ATTACKS if options.release is None else WITHOUT_TRAINING)
     if options.attacks is None:
-        return [name for name in USUAL if name in possible]
+        return list(WITHOUT_TRAINING)
     if options.attacks == ALL:
         return possible
     names: list[str] = options.attacks.split(",")
@@ -198,11 +201,7 @@ def _release(options: argparse.Namespace, names: list[str], device: torch.device
     for part in (members, others):
         check_fits(model, part, task.loss, task.name)
     target = SeparateModels([model])
-    scores: dict[str, Scores] = {}
-    if "gap" in names:
-        scores["gap"] = gap_attack(target, members, others)
-    if "white-box" in names:
-        scores |= with_white_box(target, members, others, options.seed)
+    scores = attack_answers(target, members, others, names, options.seed)
     return AttackScores.of(target, members, others, scores)
 
 
