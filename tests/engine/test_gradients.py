@@ -210,3 +210,25 @@ def test_what_cannot_be_batched_is_done_for_each_record_alone(build, monkeypatch
             value += gradient * min(1.0, CLIP / float(norm))
     for name, value in total.items():
         torch.testing.assert_close(found[name] * expected_size, value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["loop", "step"])
+def test_no_gradient_shares_memory_with_sums(form):
+    """Memory for sums is used again, and a program may keep what stood in `.grad`."""
+    engine, model, optimizer, loader = private(steps=3)
+    if form == "step":
+        step = engine.private_step(lambda model, one: F.cross_entropy(model(one[0]), one[1]))
+    kept = []
+    for batch in loader:
+        if form == "step":
+            step(batch)
+        else:
+            F.cross_entropy(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+        room = engine._watcher._kept_room[1]
+        taken = {value.untyped_storage().data_ptr() for value in room.values()}
+        grads = [value.grad for value in model.parameters()]
+        assert not taken & {grad.untyped_storage().data_ptr() for grad in grads}
+        kept.append(([grad.clone() for grad in grads], taken))
+    assert kept[0][1] == kept[1][1]
+    assert not torch.equal(kept[0][0][0], kept[1][0][0])

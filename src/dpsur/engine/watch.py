@@ -28,8 +28,8 @@ from dpsur.engine.loss_graph import REMEDY, Cut, calls_meet, check_loss_graph
 from dpsur.engine.sharding import Sharding
 from dpsur.errors import CouplingError, StepError, UnsupportedModelError
 from dpsur.functional.problem import Arguments, use_weights
-from dpsur.functional.process_settings import precision
-from dpsur.functional.tree import Params, describe_rows, map_tensors, tensors_of
+from dpsur.functional.process_settings import precision, widen
+from dpsur.functional.tree import Params, describe_rows, empty_like, map_tensors, tensors_of
 from dpsur.per_example.clipping import clip_tape
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.record_level import only_trusted_rules
@@ -157,6 +157,7 @@ class Watcher:
         self.module, self.trained, self.sharding = module, trained, sharding
         self.max_grad_norm, self.loss_reduction = max_grad_norm, loss_reduction
         self.sums = Sums()
+        self._kept_room: tuple[object, Params] | None = None  # and shapes that it is for
         self.unwatched: str | None = None
         self._expects, self.randomness = owner.expect, owner.layer_randomness
         self._final_refusals, self._owner = owner.final_refusals, owner
@@ -528,7 +529,12 @@ class Watcher:
         sums: Params = {}
         for tape in tapes:
             for name, total in clip_tape(
-                tape, tape.params, self.max_grad_norm / len(tapes), keep=keep, scale=scale
+                tape,
+                tape.params,
+                self.max_grad_norm / len(tapes),
+                keep=keep,
+                scale=scale,
+                places=None if sums else self._room(),
             ):  # of a sharded parameter only this rank's part is kept, of the sum of all ranks
                 with torch.no_grad():
                     part = total if self.sharding is None else self.sharding.reduce(name, total)
@@ -573,10 +579,25 @@ class Watcher:
                 self.max_grad_norm,
                 keep=keep,
                 scale=scale,
-                places=totals,
+                places=self._room() if totals is None else totals,
                 add=totals is not None,
             )
         )
+
+    def _room(self) -> Params | None:
+        """Where the first sums of a batch go on a CPU: side by side, in memory that is kept.
+
+        So noise needs no copy of them, and the system has no memory to clear. Private: what
+        parameters have as their gradient is a copy.
+        """
+        first = next(iter(self.trained.values()))
+        if self.sums.params or self.sharding is not None or first.device.type != "cpu":
+            return None
+        shapes = [(value.shape, value.dtype) for value in self.trained.values()]
+        if self._kept_room is None or self._kept_room[0] != shapes:
+            like = {name: widen(value.detach()) for name, value in self.trained.items()}
+            self._kept_room = shapes, empty_like(like)
+        return self._kept_room[1]
 
     def take(self) -> Params:
         """The clipped sums of the batch, which are forgotten here."""
