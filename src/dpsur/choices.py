@@ -26,6 +26,7 @@ def choose_for_model(
     linear: bool,
     short: bool,
     target: tuple[str, int] | None = None,
+    unit: str = "record",
 ) -> tuple[Method, str | None, tuple[str, ...]]:
     """The method and the normalisation for a model that is given as an object, and the reasons.
 
@@ -38,7 +39,7 @@ def choose_for_model(
     facts = DataFacts(
         records, None, None, gpu=gpu, own_model=not linear, features=features, short=short
     )
-    facts = replace(facts, target=target, budget=shown)
+    facts = replace(facts, target=target, budget=shown, unit=unit)
     preset = preset_named(AUTO, Dpsgd.name, "", budget.epsilon, facts)
     method = Dpsgd(**preset.options)
     normalisation = preset.normalisation if normalisation is None else normalisation

@@ -479,6 +479,7 @@ def _names(method: type[Method]) -> set[str]:
 def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts:
     """What is public about a run on a task, with these options of `RunConfig`."""
     given = values or {}
+    by_record = given.get("sampling") == RECORD
     records, budget = task.records, given.get("budget", DEFAULT_BUDGET)
     if given.get("records") is not None:
         records = given["records"]
@@ -497,6 +498,7 @@ def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts
         target=task.target,
         whole=given.get("keep_fraction") in (None, 1) and given.get("holdout") is None,
         budget=(given.get("epsilon", budget.epsilon), given.get("delta", budget.delta)),
+        unit=given.get("unit", RECORD if task.persons is None or by_record else PERSON),
     )
 
 

@@ -70,6 +70,87 @@ def test_plans_of_a_table_charge_its_histograms(tmp_path, capsys):
     assert "the classes are those of --schema" in printed
 
 
+PERSONS = ["plan", "--records", "5000", "--persons", "600", "--no-simulation", "--epsilon", "3"]
+
+
+def test_a_plan_chooses_how_persons_are_drawn(capsys):
+    assert main([*PERSONS, "--width", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    kinds = [(one["sampling"], one["records_per_person"]) for one in found["samplings"]]
+    assert kinds[0] == ("person", 16)
+    assert sorted(kinds) == sorted([*(("person", k) for k in (1, 4, 16)), ("record", 4), kinds[-1]])
+    noise = found["samplings"][0]["noise_multiplier"]
+    assert f"noise multiplier {noise:.3f}" in found["epsilons"][0]["run"]
+    assert main([*PERSONS, "--width", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "600 persons of shape 4" in printed
+    assert "take --sampling person --records-per-person 16\n" in printed
+    assert "whether a given person was used" in printed
+
+
+def test_a_plan_takes_the_way_to_draw_persons_as_given(tmp_path, capsys):
+    given = ["--texts", "--sampling", "record", "--records-per-person", "4"]
+    assert main([*PERSONS, *given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (kind,) = found["samplings"]
+    assert (kind["sampling"], kind["records_per_person"]) == ("record", 4)
+    texts = {"text": [f"word{n} and" for n in range(80)], "y": [0, 1] * 40}
+    run = dpsur.fit(
+        *("auto", (texts["text"], texts["y"])),
+        classes=2,
+        budget=dpsur.Budget(3.0, 1e-5),
+        groups=[n // 2 for n in range(80)],
+        records_per_person=4,
+        sampling="record",
+        records=2400,  # of 5000, which 600 persons have at most 4 of
+        max_updates=1,
+        progress=False,
+    )
+    planned = re.search(r"noise multiplier ([\d.]+)", found["epsilons"][0]["run"])
+    assert f"{run.plan.update.noise_multiplier:.3f}" == planned[1]
+    assert main([*PERSONS, *given]) == 0
+    printed = capsys.readouterr().out
+    assert "take --sampling record --records-per-person 4, and a public --records\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--persons", "6000"], "6000 persons have at least as many records"),
+        (["--persons", "0"], "persons"),
+        (["--records-per-person", "0"], "records_per_person"),
+        (["--sampling", "record", "--records-per-person", "1"], "are the same"),
+    ],
+)
+def test_a_plan_refuses_persons_that_cannot_be(given, words, capsys):
+    assert main([*PERSONS, "--width", "4", *given]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_dry_run_of_persons_counts_them_and_what_may_join(tmp_path, capsys):
+    draws = np.random.default_rng(0)
+    rows = [f"p{n // 3},{x:.3f},{int(x > 0)}" for n, x in enumerate(draws.uniform(-1, 1, 120))]
+    (tmp_path / "t.csv").write_text("\n".join(["who,x,y", *rows]))
+    schema = dpsur.Schema({"x": dpsur.Number(-1, 1)}, {"y": dpsur.Category([0, 1])})
+    schema.save(tmp_path / "s.json")
+    words = ["train", "--task", f"csv:{tmp_path / 't.csv'}", "--schema", str(tmp_path / "s.json")]
+    words += ["--group-by", "who", "--delta", "1e-3", "--dry-run"]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("40 persons, ")
+    assert "whether a given person was used" in printed.out
+    assert "40 persons of shape" in printed.err
+    words += ["--method", "dpsgd", "--gate", "none", "--records", "120", "--json"]
+    words += ["--batch-size", "12"]
+    words += ["--updates", "20"]
+    noise = []
+    for most in ("1", "3"):
+        assert main([*words, "--sampling", "record", "--records-per-person", most]) == 0
+        run = json.loads(capsys.readouterr().out)["run"]
+        noise.append(float(re.search(r"noise multiplier ([\d.]+)", run)[1]))
+    assert noise[1] > 1.2 * noise[0]
+
+
 def test_a_plan_of_images_and_texts_needs_no_data(capsys):
     words = ["plan", "--records", "2000", "--epsilon", "1,4", "--no-simulation", "--json"]
     assert main([*words, "--image-size", "64x64", "--device", "cpu"]) == 0

@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from dpsur import checks
@@ -23,7 +22,6 @@ from dpsur.privacy.accounting import (
 )
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.calibrate import design_gate
-from dpsur.privacy.conversion import samplings_of_persons
 from dpsur.privacy.events import (
     CoinTest,
     Event,
@@ -340,12 +338,6 @@ With --blocks, noise of updates and of tests for the gate block, whose search co
 
   dpsur calibrate --dataset-size 60000 --batch-size 2048 --updates 600 --blocks 4 --epsilon 3 \\
       --delta 1e-5
-
-With --persons, both ways to protect persons, for each bound on the records of one of them; the
-first line is what to take (--sampling, --records-per-person). No records are read:
-
-  dpsur calibrate --persons 600 --dataset-size 5000 --records-per-person 1 4 16 --epsilon 3 \\
-      --delta 1e-5 --batch-size 500 --updates 100
 """
 
 
@@ -374,14 +366,6 @@ def set_up_calibrate(parser: argparse.ArgumentParser) -> None:
         "--val-batch-size. Under proven the answer is --accept-ratio, elsewhere "
         "--val-noise-multiplier (at --accept-threshold, default 0)",
     )
-    parser.add_argument("--persons", type=int, metavar="P", help="number of persons; public")
-    parser.add_argument(
-        "--records-per-person",
-        type=int,
-        nargs="+",
-        metavar="K",
-        help="with --persons, bounds to compare (default: 1 4 16)",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=calibrated)
 
@@ -389,8 +373,6 @@ def set_up_calibrate(parser: argparse.ArgumentParser) -> None:
 def calibrated(options: argparse.Namespace) -> int:
     budget = Budget(options.epsilon, options.delta)
     accounting = accounting_named(options.accounting)
-    if options.persons is not None:
-        return _compare_samplings(options, budget)
     blocks = options.blocks is not None or options.block_updates is not None
     if blocks or _leaves_to_auto(options):
         with status(f"choosing noise of updates and tests for epsilon {budget.epsilon:g}"):
@@ -416,31 +398,6 @@ def calibrated(options: argparse.Namespace) -> int:
         with status(f"choosing noise or count for epsilon {budget.epsilon:g}"):
             answer = _answer(make_plan(request, budget, accounting.name))
     return _print(answer, as_json=options.json)
-
-
-def _compare_samplings(options: argparse.Namespace, budget: Budget) -> int:
-    """Print both samplers for each number of records per person, best first."""
-    if options.batch_size is None or options.updates is None:
-        raise InvalidInputError("with --persons give --batch-size and --updates")
-    most = options.records_per_person or [1, 4, 16]
-    for name, value in (("persons", options.persons), ("records_per_person", min(most))):
-        checks.at_least_one(name, value)
-    rate("batch_size", options.batch_size, options.dataset_size)
-    with status(f"choosing noise for epsilon {budget.epsilon:g}"):
-        found = samplings_of_persons(
-            *(budget, options.persons, options.dataset_size, most),
-            *(options.updates, options.batch_size),
-        )
-    if options.json:
-        print(json.dumps([asdict(one) for one in found]))
-        return 0
-    print("sampling  records per person  batch size  noise multiplier  noise of a mean / C")
-    for one in found:
-        print(
-            f"{one.sampling:<8}  {one.records_per_person:>18}  {one.batch_size:>10.1f}  "
-            f"{one.noise_multiplier:>16.3f}  {one.noise:>19.4f}"
-        )
-    return 0
 
 
 def _leaves_to_auto(options: argparse.Namespace) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dpsur import checks
 from dpsur.cli.parser import text
 from dpsur.config import data_facts, uses_gpu
 from dpsur.environment import CACHE_VARIABLE
@@ -23,9 +24,12 @@ from dpsur.features import TABLE, TableLayout, features_named
 from dpsur.functional.records import Examples
 from dpsur.methods import Dpsgd
 from dpsur.options import shorten
-from dpsur.presets import AUTO, explain_auto, preset_named
+from dpsur.presets import AUTO, DataFacts, Preset, explain_auto, preset_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
+from dpsur.privacy.conversion import PersonSampling, samplings_of_persons
+from dpsur.privacy.events import Event
+from dpsur.privacy.statement import PERSON, RECORD
 from dpsur.runs.input_features import InputFeatures
 from dpsur.runs.planning import (
     TIME_ROOM,
@@ -50,17 +54,21 @@ Say what a run would cost and roughly give, before any record is read.
   dpsur plan --records 20000 --width 15 --classes 2               a table of 15 numbers
   dpsur plan --records 2000 --image-size 64x64 --classes 3        images
   dpsur plan --records 5000 --texts --classes 2 --epsilon 1,3     texts
+  dpsur plan --records 5000 --persons 600 --schema people.json    persons with several records
 
 Everything follows from public facts; nothing is spent. For a table the loss of accuracy is
 simulated: the same training on synthetic tables with the same columns, which say much or nearly
 everything about the target; where they say nothing, there is nothing to lose. For images and texts
 it is what privacy cost on public data sets, with room on both sides. Seconds come from short runs
-on made-up records on this machine.
+on made-up records on this machine. With --persons it also says how to draw them, and how many
+records of a person to use: sampling, records_per_person. What is given is not chosen.
 """
 EPSILONS = "0.5,1,2,4,8"
 MOST_EPSILONS = 20
 # Words of a made-up text.
 WORDS_OF_A_TEXT = 200
+# Bounds that are compared for persons.
+RECORDS_PER_PERSON = (1, 4, 16)
 # Columns of a table of numbers alone.
 MOST_COLUMNS = 10_000
 
@@ -69,6 +77,17 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its options."""
     parser.description = DESCRIPTION
     parser.add_argument("--records", type=int, required=True, metavar="N", help="training records")
+    parser.add_argument("--persons", type=int, metavar="P", help="whom the records belong to")
+    parser.add_argument(
+        "--records-per-person",
+        type=int,
+        nargs="+",
+        metavar="K",
+        help=f"bounds to compare (default: {' '.join(map(str, RECORDS_PER_PERSON))})",
+    )
+    parser.add_argument(
+        "--sampling", choices=(PERSON, RECORD), help="how persons are drawn (default: chosen)"
+    )
     parser.add_argument("--classes", type=int, metavar="K", help="default: 2, or the schema's")
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--schema", type=text, metavar="FILE", help="the columns of a table")
@@ -100,37 +119,51 @@ def run(options: argparse.Namespace) -> int:
     budgets = [Budget(epsilon, options.delta) for epsilon in epsilons]
     device = "cuda" if uses_gpu(options.device) else "cpu"
     # settings for the largest; for the others only the learning rate may differ
-    facts = data_facts(task, {"device": options.device, "budget": budgets[-1]})
-    preset = preset_named(AUTO, Dpsgd.name, "", epsilons[-1], facts)
+    unit = RECORD if options.persons is None else PERSON
+    facts, preset = _chosen(task, options.device, budgets[-1], unit)
     method = Dpsgd(**preset.options)
     features = preset.features or task.default_features
     normalisation = preset.normalisation
+    kinds: list[PersonSampling] = []
+    if options.persons is not None:
+        setup = InputFeatures.within(features, normalisation, budgets[-1], table=task.table).charges
+        kinds = _samplings(options, method, setup, budgets[-1])
+        if kinds[0].sampling == RECORD:
+            joining = kinds[0].records_per_person
+            task = replace(task, records=min(options.records, joining * options.persons))
+            facts, preset = _chosen(task, options.device, budgets[-1], RECORD)
+            method = Dpsgd(**preset.options, records_joining=joining)
+    units, drawn = options.persons or options.records, task.records or 1
     simulation = None
     if schema is not None and not options.no_simulation and _can_be_simulated(schema):
-        simulation = Simulation.of(options.records, schema)
+        simulation = Simulation.of(units, schema)
     found: list[Prospect] = []
     with status("choosing the noise for each epsilon"):
         for budget in budgets:
             setup = InputFeatures.within(features, normalisation, budget, table=task.table).charges
-            found.append(prospect(method, options.records, budget, DEFAULT_ACCOUNTING, setup))
+            found.append(prospect(method, drawn, budget, DEFAULT_ACCOUNTING, setup))
     seconds = None
     if simulation is not None:
         found, seconds = _simulated(simulation, budgets, found, device)
     elif schema is None:
         assert task.classes is not None
-        ranges = [lost_on_public_data(options.records, task.classes, e) for e in epsilons]
+        ranges = [lost_on_public_data(units, task.classes, e) for e in epsilons]
         found = [replace(row, lost=lost) for row, lost in zip(found, ranges, strict=True)]
         if not options.no_simulation:
             with status("timing short runs on made-up records"):
                 seconds = _timed(options, task, device)
-    found = with_records_needed(found, options.records)
+    found = with_records_needed(found, units)
     about = {
         "records": options.records,
         "delta": options.delta,
         "seconds": seconds,
-        "memory_bytes": bytes_of_a_run(_row_bytes(task, features)),
+        "memory_bytes": bytes_of_a_run(
+            _row_bytes(replace(task, records=options.records), features)
+        ),
     }
     if options.json:
+        if kinds:
+            about |= {"persons": options.persons, "samplings": [asdict(one) for one in kinds]}
         print(json.dumps({**about, "epsilons": [asdict(one) for one in found]}))
         return 0
     explained = explain_auto(
@@ -138,9 +171,57 @@ def run(options: argparse.Namespace) -> int:
     )
     print(f"{explained[0].partition(', epsilon')[0]}, delta {options.delta:g}")
     print("\n".join(explained[1:]))
-    _print_table(found)
-    _print_notes(about, table=schema is not None, known=found[0].lost is not None, device=device)
+    if kinds:
+        _print_samplings(kinds, epsilons[-1])
+    _print_table(found, unit)
+    _print_notes(
+        about, unit, table=schema is not None, known=found[0].lost is not None, device=device
+    )
     return 0
+
+
+def _chosen(task: Task, device: str, budget: Budget, unit: str) -> tuple[DataFacts, Preset]:
+    """What `auto` chooses for a task."""
+    facts = data_facts(task, {"device": device, "budget": budget, "unit": unit})
+    return facts, preset_named(AUTO, Dpsgd.name, "", budget.epsilon, facts)
+
+
+def _samplings(
+    options: argparse.Namespace, method: Dpsgd, setup: tuple[Event, ...], budget: Budget
+) -> list[PersonSampling]:
+    """Ways to draw persons at the rate and for the updates of a method, best first."""
+    most = options.records_per_person or RECORDS_PER_PERSON
+    for name, value in (("persons", options.persons), ("records_per_person", min(most))):
+        checks.at_least_one(name, value)
+    if options.persons > options.records:
+        raise InvalidInputError(
+            f"{options.persons} persons have at least as many records, got {options.records}"
+        )
+    if options.sampling == RECORD and min(most) == 1:
+        raise InvalidInputError("with one record of a person both ways to draw are the same")
+    _, plan = method.resolve(options.persons, budget, DEFAULT_ACCOUNTING, setup)
+    with status("comparing ways to draw persons"):
+        found = samplings_of_persons(
+            *(budget, options.persons, options.records, most),
+            updates=plan.length,
+            rate=plan.update.sample_rate,
+            setup=setup,
+        )
+    return [one for one in found if options.sampling in (None, one.sampling)]
+
+
+def _print_samplings(kinds: list[PersonSampling], epsilon: float) -> None:
+    """The trade between ways to draw persons."""
+    print(f"\nways to protect persons at epsilon {epsilon:g}, best first:")
+    print("sampling  records per person  batch size  noise multiplier  noise of a mean / C")
+    for one in kinds:
+        print(
+            f"{one.sampling:<8}  {one.records_per_person:>18}  {one.batch_size:>10.1f}  "
+            f"{one.noise_multiplier:>16.3f}  {one.noise:>19.4f}"
+        )
+    best = kinds[0]
+    print(f"take --sampling {best.sampling} --records-per-person {best.records_per_person}", end="")
+    print(", and a public --records" if best.sampling == RECORD else "")
 
 
 def _schema(options: argparse.Namespace) -> Schema | None:
@@ -202,7 +283,7 @@ def described_task(options: argparse.Namespace, schema: Schema | None) -> Task:
         summary="",
         networks=image_networks(shape, classes),
         load=load,
-        records=options.records,
+        records=options.persons or options.records,
         shape=shape,
         classes=classes,
         kind=kind,
@@ -281,11 +362,11 @@ def _row_bytes(task: Task, features: str) -> int:
     return 4 * (task.records or 0) * (prod(shape) + inputs)
 
 
-def _print_table(found: list[Prospect]) -> None:
+def _print_table(found: list[Prospect], unit: str) -> None:
     known = found[0].lost is not None
     print()
     head = f"{'epsilon':>8}  {'an attacker is right':>20}"
-    head += f"  {'accuracy lost, points':>21}  {'records for 1 point':>19}" if known else ""
+    head += f"  {'accuracy lost, points':>21}  {f'{unit}s for 1 point':>19}" if known else ""
     print(f"{head}  run")
     for row in found:
         share = "not known" if row.right_guesses is None else f"at most {row.right_guesses:.0%}"
@@ -297,8 +378,10 @@ def _print_table(found: list[Prospect]) -> None:
     print()
 
 
-def _print_notes(about: dict[str, Any], *, table: bool, known: bool, device: str) -> None:
-    print("an attacker is right: about whether a given record was used, at even odds beforehand")
+def _print_notes(
+    about: dict[str, Any], unit: str, *, table: bool, known: bool, device: str
+) -> None:
+    print(f"an attacker is right: about whether a given {unit} was used, at even odds beforehand")
     if known and table:
         print(
             "accuracy lost: against a linear model without privacy, at most what two synthetic "
@@ -312,7 +395,7 @@ def _print_notes(about: dict[str, Any], *, table: bool, known: bool, device: str
     else:
         print("accuracy is not simulated (--no-simulation, or a target or columns of another kind)")
     if known:
-        print("records for 1 point: with so many, at most a point is lost by the same figures")
+        print(f"{unit}s for 1 point: with so many, at most a point is lost by the same figures")
     least, most = (value / 1e9 for value in about["memory_bytes"])
     costs = f"{least:.1f} to {most:.1f} GB of memory"
     if about["seconds"] is not None:

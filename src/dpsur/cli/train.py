@@ -23,12 +23,14 @@ from dpsur.cli.terminal import Stop, stop_on_signal
 from dpsur.config import RunConfig, data_facts
 from dpsur.distributed import Ranks
 from dpsur.errors import FileError, InterruptedRunError, InvalidInputError, describe_os_error
+from dpsur.functional.persons import DEFAULT_RECORDS
 from dpsur.options import flag
 from dpsur.presets import AUTO, explain_auto
 from dpsur.privacy.events import Ledger, LossTest
 from dpsur.privacy.rejections import NOT_HIDDEN
-from dpsur.privacy.statement import format_epsilon, metric_text
+from dpsur.privacy.statement import PERSON, RECORD, format_epsilon, metric_text
 from dpsur.reports.live import LivePage
+from dpsur.runs.build_session import drawing_records
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.evaluation import objection, shown_scores
 from dpsur.runs.files import RunFolder, finite, resume_command
@@ -262,20 +264,24 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
     Whether the model takes its inputs is checked by the run itself.
     """
     task, features = task_of(config), features_of(config)
-    records = data_facts(task, vars(config)).records or len(load_records(config).train)
+    facts, method = data_facts(task, vars(config)), config.method
+    records = facts.records or len(load_records(config).train)
+    if config.sampling == RECORD:
+        method = drawing_records(config, config.records_per_person or DEFAULT_RECORDS)
     asked = InputFeatures.within(features, config.normalisation, config.budget, table=task.table)
     with silenced(options.quiet or options.json), status("choosing the noise"):
-        found = prospect(config.method, records, config.budget, config.accounting, asked.charges)
+        found = prospect(method, records, config.budget, config.accounting, asked.charges)
     if options.json:
         print(json.dumps({"records": records, **asdict(found)}))
         return 0
     if config.preset == AUTO:
         _explain(config)
-    print(f"{records} records, {found.run}")
+    print(f"{records} {facts.unit}s, {found.run}")
     if found.right_guesses is not None:
+        person = RECORD if config.declared.group_by is None else PERSON
         print(
             f"epsilon {config.budget.epsilon:g} at delta {config.budget.delta:g}: someone who "
-            "guesses whether a given record was used, at even odds, is right in at most "
+            f"guesses whether a given {person} was used, at even odds, is right in at most "
             f"{found.right_guesses:.0%} of the cases"
         )
     print("nothing was trained and nothing is spent; leave out --dry-run to train")

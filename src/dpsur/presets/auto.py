@@ -79,7 +79,7 @@ def explain_auto(
 
 def _known(facts: DataFacts) -> list[str]:
     shape = f" of shape {' x '.join(map(str, facts.shape))}" if facts.shape else ""
-    known = [f"{facts.records} records{shape}"] if facts.records else []
+    known = [f"{facts.records} {facts.unit}s{shape}"] if facts.records else []
     known += [f"{facts.classes} classes"] if facts.classes else []
     return [*known, "a GPU" if facts.gpu else "no GPU"]
 
@@ -96,7 +96,7 @@ def _about_rows(
         return [
             "linear model from zero on noisy quantiles in soft bins: histograms of the numbers, if "
             "there are any, are charged and find where in the declared ranges the records are",
-            f"all records in every batch of {options['updates']} updates, clip norm "
+            f"all {facts.unit}s in every batch of {options['updates']} updates, clip norm "
             f"{options['max_grad_norm']:g}, {options['schedule']} decay, learning rate {rate:.3g}",
             *_kept(options),
         ]

@@ -15,7 +15,8 @@ class DataFacts:
     where the shape does not say it; whether there is a GPU, whether the model is the user's own,
     the features that were asked for, whether the run is a short try (`max_updates`), epsilon and
     delta. Of a table also what is predicted (`classes`, `labels` or `number`) and by how many
-    outputs. `whole` says that `records` is the exact number.
+    outputs. `whole` says that `records` is the exact number, `unit` what it counts: a record
+    or a person.
     """
 
     records: int | None
@@ -29,6 +30,7 @@ class DataFacts:
     target: tuple[str, int] | None = None
     whole: bool = True
     budget: tuple[float, float] | None = None
+    unit: str = "record"
 
 
 @dataclass(frozen=True)

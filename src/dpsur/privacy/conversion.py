@@ -166,16 +166,22 @@ class PersonSampling:
 
 
 def samplings_of_persons(
-    budget: Budget, persons: int, records: int, most: Sequence[int], updates: int, batch_size: int
+    budget: Budget,
+    persons: int,
+    records: int,
+    most: Sequence[int],
+    *,
+    updates: int,
+    rate: float,
+    setup: tuple[Event, ...] = (),
 ) -> list[PersonSampling]:
     """Both samplers for each bound on records per person, best first, by public facts alone.
 
-    Batches are drawn at the rate that gives `batch_size` records of all `records`, so that every
-    choice does at most that work. Best is the least noise. Where two are within a twentieth, that
-    is the one with more records per person, whose gradients vary less.
+    All draw at one rate, so that every choice does at most the work of all `records`. Best is the
+    least noise. Where two are within a twentieth, that is the one with more records per person,
+    whose gradients vary less.
     """
     found = []
-    rate = min(1.0, batch_size / records)
     accounting = accounting_named("every-trial")
     for records_each in most:
         used = min(records, records_each * persons)
@@ -184,8 +190,9 @@ def samplings_of_persons(
                 continue  # the same
 
             def epsilon_of(noise: float, joining: int = joining) -> float:
-                event = SampledGaussian(rate, noise, joining)
-                return accounting.epsilon([(event, updates)], budget.delta)
+                charges = [*((event, 1) for event in setup)]
+                charges.append((SampledGaussian(rate, noise, joining), updates))
+                return accounting.epsilon(charges, budget.delta)
 
             noise = least_noise(epsilon_of, budget.epsilon)
             if noise is not None:

@@ -128,10 +128,8 @@ def build_session(
     if groups is not None:
         _check_groups(config, features, augment)
     if config.sampling == RECORD:
-        method = config.method
-        updates_alone = isinstance(method, GradientMethod) and method.gate == "none"
-        plain = updates_alone and getattr(method, "metrics_budget", None) is None
-        check_by_record(groups, config.records, plain=plain)
+        most = None if groups is None else groups.records_each
+        config = replace(config, method=drawing_records(config, most))
     if config.records is not None:
         _check_declared_size(config, features)
     original = copy.deepcopy(config.method.adapt(model))
@@ -168,10 +166,6 @@ def build_session(
     if groups is not None:
         train, persons = choose_records(train, groups)
     by_record = config.sampling == RECORD
-    if by_record:
-        assert groups is not None
-        joining: dict[str, Any] = {"records_joining": groups.records_each}
-        config = replace(config, method=replace(config.method, **joining))
     held = len(train if persons is None or by_record else persons)
     method, plan = _settle(config, config.records or held, features)
     if config.ledger is not None:
@@ -215,6 +209,16 @@ def build_session(
         booking=booking,
         records=train if config.intervals.replayable else None,
     )
+
+
+def drawing_records(config: RunConfig, records_each: int | None) -> Method:
+    """The method of a run that draws records of persons, of whom so many may join at once."""
+    method = config.method
+    updates_alone = isinstance(method, GradientMethod) and method.gate == "none"
+    plain = updates_alone and getattr(method, "metrics_budget", None) is None
+    check_by_record(records_each, config.records, plain=plain)
+    joining: dict[str, Any] = {"records_joining": records_each}
+    return replace(method, **joining)
 
 
 def _check_declared_size(config: RunConfig, features: InputFeatures) -> None:

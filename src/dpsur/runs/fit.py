@@ -240,6 +240,7 @@ def fit(
             warnings.warn(text, UserWarning, stacklevel=_caller())
     loss = F.cross_entropy if loss is None else loss
     grouped = _groups(groups, records_per_person, train_set, task)
+    unit = RECORD if grouped is None or sampling == RECORD else PERSON
     held = None
     if holdout is not None:
         check_target(loss)
@@ -250,7 +251,7 @@ def fit(
         asked = features or (method.features if method else None)
         network = task_network(task, model, asked or task.auto_features)
         if model == AUTO and method is None:
-            facts = {"device": str(device), "max_updates": max_updates}
+            facts = {"device": str(device), "max_updates": max_updates, "unit": unit}
             task = replace(task, records=records or _units(train_set, grouped))
             chosen = choose_for_task(task, features, normalisation, accounting, budget, facts)
             method, features, normalisation, network, reasons = chosen
@@ -274,6 +275,7 @@ def fit(
             linear=_is_linear(model),
             short=max_updates is not None,
             target=None if task is None else task.target,
+            unit=unit,
         )
         reasons = (*reasons, *better_for_images(train_set, features, network))
     config = RunConfig(
