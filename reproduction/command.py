@@ -40,6 +40,7 @@ EXAMPLES = """\
   python -m reproduction bench --help                                      speed and memory
   python -m reproduction bench-networks --help                             common networks
   python -m reproduction bench-loops --help                                your own loop
+  python -m reproduction bench-cpu --help                                  small batches on a CPU
   python -m reproduction encoder --help                                    train the encoder
   python -m reproduction queue --help                                      a list, in limited time
   python -m reproduction data fetch mnist                                  a public data set
@@ -51,6 +52,7 @@ COMMANDS = {
     "bench": "reproduction.bench.command",
     "bench-networks": "reproduction.bench.network_grid",
     "bench-loops": "reproduction.bench.loops",
+    "bench-cpu": "reproduction.bench.cpu_loops",
     "encoder": "reproduction.encoder",
     "data": "reproduction.datasets.command",
     "queue": "reproduction.queue",

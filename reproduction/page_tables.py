@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dpsur.presets import preset_named
-from reproduction.bench import data_path, loops, network_grid
+from reproduction.bench import cpu_loops, data_path, loops, network_grid
 from reproduction.bench.report import markdown as bench_table
 from reproduction.experiments.accuracy import paper_accuracy, summary
 from reproduction.experiments.accuracy_pages import DATA_SETS, TOLERANCE, short_table
@@ -70,6 +70,7 @@ def marked_tables() -> dict[str, str]:
         **{_comment(name): bench_table(rows_of(name)) for name in ("bench_gpu", "bench_cpu")},
         **{_comment(name): network_grid.markdown(rows_of(name)) for name in networks},
         _comment("bench_loops_gpu"): loops.markdown(rows_of("bench_loops_gpu")),
+        _comment("bench_loops_cpu"): cpu_loops.markdown(rows_of("bench_loops_cpu")),
         "data path": data_path.markdown(rows_of("bench_networks_gpu")),
         "accuracy in short": short_table(list(FOUND.values()), paper_accuracy()).markdown(),
     }

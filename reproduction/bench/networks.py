@@ -260,9 +260,11 @@ class Gpt(nn.Module):
         return scores
 
 
-def gpt_lora(depth: int = 12, width: int = 768) -> nn.Module:
+def gpt_lora(
+    depth: int = 12, width: int = 768, words: int = GPT_WORDS, *, length: int = GPT_LENGTH
+) -> nn.Module:
     """The same with all weights frozen but products of rank 8 beside attention's projections."""
-    model = Gpt(depth, width)
+    model = Gpt(depth, width, words, length=length)
     model.requires_grad_(False)
     for block in model.blocks:
         for name in ("mixed", "joined"):

@@ -88,10 +88,11 @@ class OpacusStep:
     """The training step that Opacus documents, with per-example gradients or ghost clipping.
 
     Layers that it does not take as they are (LSTM, attention) are replaced by its own, as it
-    recommends. The batch is fixed (`poisson_sampling=False`), the accountant's hook is left in.
+    recommends. The batch is fixed, unless one is given from `loader`; the accountant's hook is left
+    in.
     """
 
-    def __init__(self, cell: Cell, mode: str) -> None:
+    def __init__(self, cell: Cell, mode: str, *, poisson_sampling: bool = False) -> None:
         try:
             from opacus import PrivacyEngine
         except ImportError as error:
@@ -109,12 +110,13 @@ class OpacusStep:
                 data_loader=_one_batch(cell),
                 noise_multiplier=NOISE_MULTIPLIER,
                 max_grad_norm=MAX_GRAD_NORM,
-                poisson_sampling=False,
+                poisson_sampling=poisson_sampling,
                 noise_generator=cell.generator(),
                 grad_sample_mode=mode,
             )
         self._model: Any = made[0]
         self._optimizer: Any = made[1]
+        self.loader: Any = made[-1]
         self._loss: Any = made[2] if mode == GHOST else nn.CrossEntropyLoss()
 
     def __call__(self) -> None:

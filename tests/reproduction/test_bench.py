@@ -11,9 +11,9 @@ import torch
 
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.cuda_graphs import WARM_UP_CALLS
+from reproduction.bench import cpu_loops, network_grid
 from reproduction.bench import measurement as memory
 from reproduction.bench import measurement as run
-from reproduction.bench import network_grid
 from reproduction.bench.arms import ARMS
 from reproduction.bench.basic_arms import Arm, Cell, Settings, arm_named, machine
 from reproduction.bench.command import NETWORKS_FROM, measured_rows
@@ -524,3 +524,24 @@ def test_the_table_of_other_arms_shows_the_rows():
 
 def _seconds(row):
     return row["seconds"]
+
+
+def test_small_batches_on_a_cpu_are_measured_by_turns(tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    words = ["--cells", "logistic:8", "--seconds", "0", "--threads", "1", "--out", str(out)]
+    arms = [arm for arm in cpu_loops.ARMS if arm not in cpu_loops.THEIRS or not NO_OPACUS]
+    assert main(["bench-cpu", *words, "--arms", *arms]) == 0
+    rows = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [row["arm"] for row in rows] == arms
+    assert all(row["status"] == "ok" and row["ms"] > 0 for row in rows)
+    assert "| logistic, 8 |" in cpu_loops.markdown(rows)
+    capsys.readouterr()
+    assert main(["bench-cpu", "--cells", "logistic"]) == 2
+    assert "NAME:BATCH" in capsys.readouterr().err
+
+
+def test_networks_on_a_cpu_have_as_many_parameters_as_they_say():
+    for network in cpu_loops.NETWORKS.values():
+        with torch.device("meta"):
+            trained = [value for value in network.build().parameters() if value.requires_grad]
+        assert sum(value.numel() for value in trained) == network.parameters, network.name
