@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from dpsur.engine.loader import BatchMemoryManager
     from dpsur.engine.privacy_engine import PrivacyEngine
     from dpsur.functional.model_loss import model_loss
-    from dpsur.mechanism.api import dp_gradient, poisson_batches
     from dpsur.mechanism.gates import BlockGate, CoinGate, LossGate, Metrics
     from dpsur.methods import Dpsgd, DpsgdHf, Dpsur, Nonprivate
     from dpsur.opacus.checkpoint import from_opacus
@@ -65,7 +64,6 @@ _HOMES = {
     "clipped_sum": "dpsur.per_example.api",
     "CoinGate": "dpsur.mechanism.gates",
     "CoinTest": "dpsur.privacy.events",
-    "dp_gradient": "dpsur.mechanism.api",
     "Dpsgd": "dpsur.methods",
     "DpsgdHf": "dpsur.methods",
     "Dpsur": "dpsur.methods",
@@ -86,7 +84,6 @@ _HOMES = {
     "Observer": "dpsur.runs.session",
     "Intervals": "dpsur.config",
     "per_example_gradients": "dpsur.per_example.api",
-    "poisson_batches": "dpsur.mechanism.api",
     "Predictor": "dpsur.runs.predictor",
     "PrivacyEngine": "dpsur.engine.privacy_engine",
     "Account": "dpsur.privacy.account",
@@ -155,7 +152,6 @@ __all__ = [
     "calibrate",
     "check",
     "clipped_sum",
-    "dp_gradient",
     "explain",
     "fit",
     "fix",
@@ -164,7 +160,6 @@ __all__ = [
     "load",
     "model_loss",
     "per_example_gradients",
-    "poisson_batches",
     "selective_epsilon",
     "verify",
 ]

@@ -546,9 +546,6 @@ def _sum_of_single_records(program: Program, clip: float) -> dict[str, Tensor]:
     torch.manual_seed(0)
     setup = program.make()
     model = setup.model.double().train()
-    augment = setup.options.get("augment")
-    if augment is not None:
-        model.register_forward_pre_hook(lambda _, args: augment(*args))
     dataset = setup.dataset(program.kind.ordinary())
     collate = setup.collate or default_collate
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -31,7 +31,7 @@ OPTIMIZERS = (
 )
 LOADERS = (
     "batches are drawn by the loader that PrivacyEngine.make_private returns, from secret random "
-    "numbers; call make_private, or dpsur.poisson_batches for the indices of Poisson batches"
+    "numbers; call make_private, and iterate over that loader"
 )
 SCHEDULES = (
     "noise and clipping norm are fixed in make_private, where the epsilon of the plan is computed; "

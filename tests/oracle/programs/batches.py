@@ -335,24 +335,33 @@ def augmented_by_the_data_set():
     return Setup(mlp(), cross_entropy, dataset=Noisy)
 
 
-# --- augmentation and views -----------------------------------------------------------------------
+# --- augmentation in the model --------------------------------------------------------------------
+
+
+class Augmented(nn.Module):
+    """A model whose inputs are changed first, in training."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.inner = change, mlp()
+
+    def forward(self, x):
+        return self.inner(self.change(x) if self.training else x)
 
 
 @legitimate(TABLE)
 def augmentation_of_each_record():
-    return Setup(mlp(), cross_entropy, options={"augment": lambda x: x * 1.1})
+    return Setup(Augmented(lambda x: x * 1.1), cross_entropy)
 
 
 @coupled(TABLE)
 def augmentation_by_the_largest():
-    return Setup(
-        mlp(), cross_entropy, options={"augment": lambda x: x / x.max().clamp(min=1e3) * 1e3}
-    )
+    return Setup(Augmented(lambda x: x / x.max().clamp(min=1e3) * 1e3), cross_entropy)
 
 
 @coupled(TABLE)
 def augmentation_that_mixes():
-    return Setup(mlp(), cross_entropy, options={"augment": lambda x: 0.5 * x + 0.5 * x.flip(0)})
+    return Setup(Augmented(lambda x: 0.5 * x + 0.5 * x.flip(0)), cross_entropy)
 
 
 @coupled(TABLE)
