@@ -57,6 +57,14 @@ def map_tensors(
         return function(first, *others)  # type: ignore[no-any-return]
     if first is None:
         return None  # type: ignore[return-value]
+    if not others and together is None and type(first) in _PLAIN:  # most trees, without detours
+        if isinstance(first, dict):
+            return {  # type: ignore[return-value]
+                key: map_tensors(function, child, otherwise=otherwise)
+                for key, child in first.items()
+            }
+        found = [map_tensors(function, child, otherwise=otherwise) for child in first]  # type: ignore[attr-defined]
+        return type(first)(found)  # type: ignore[call-arg]
     if (
         together
         and isinstance(first, Mapping)
@@ -84,6 +92,9 @@ def map_tensors(
         },
     )
     return result
+
+
+_PLAIN = (tuple, list, dict)
 
 
 def _children(tree: Any) -> dict[Any, Any] | None:
@@ -118,7 +129,14 @@ def tensors_of(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
     found: list[Tensor] = []
-    map_tensors(found.append, tree, otherwise=lambda _: None)
+    if type(tree) in _PLAIN:
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(child, Tensor):
+                found.append(child)
+            elif child is not None:
+                found += tensors_of(child)
+    else:
+        map_tensors(found.append, tree, otherwise=lambda _: None)
     return found
 
 

@@ -41,8 +41,9 @@ from torch._C._functorch import (  # type: ignore[attr-defined]
     maybe_get_bdim,
     maybe_get_level,
     peek_interpreter_stack,
+    pop_dynamic_layer_stack,
+    push_dynamic_layer_stack,
 )
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -234,10 +235,14 @@ class RecordLevel(TorchFunctionMode):
     @contextmanager
     def _popped(self) -> Iterator[None]:
         """Without this level and those inside of it, such as that of `torch.func.grad`."""
-        with ExitStack() as stack:
+        popped = []
+        try:
             while (top := peek_interpreter_stack()) is not None and top.level() >= self.number:
-                stack.enter_context(temporarily_pop_interpreter_stack())
+                popped.append(pop_dynamic_layer_stack())
             yield
+        finally:
+            for layer in reversed(popped):
+                push_dynamic_layer_stack(layer)
 
     # --- tensors of the level --------------------------------------------------------------------
 
