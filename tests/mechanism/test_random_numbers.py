@@ -1,6 +1,7 @@
 """ChaCha20 and Philox: published vectors, and the same bits whatever computes them."""
 
 import ctypes
+import math
 import shutil
 import subprocess
 
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from dpsur.mechanism import noise_table
 from dpsur.mechanism import streams as random_numbers
-from dpsur.mechanism.streams import Key, cipher_numbers, philox_numbers
+from dpsur.mechanism.streams import Key, draw_words
 
 CPU = torch.device("cpu")
 KEYS = {"chacha": Key(bytes(range(32))), "philox": Key(bytes(range(16)))}
@@ -26,7 +28,9 @@ struct Place { int x, y; };
 static Place blockIdx, threadIdx, blockDim;
 #define __device__ static
 #define __global__
+#define __noinline__
 #define __umul64hi(a, b) ((word)(((unsigned __int128)(a) * (b)) >> 64))
+#define __ddiv_rn(a, b) ((a) / (b))
 #define __dadd_rn(a, b) ((a) + (b))
 #define __dmul_rn(a, b) ((a) * (b))
 #define __double2float_rn(a) ((float)(a))
@@ -61,16 +65,26 @@ def test_a_draw_ends_with_the_counter():
             draw(KEYS["chacha"], 1, (1, 0, last - 9), 10, CPU)
 
 
-@pytest.mark.parametrize("first", [0, 5, 2**31 + 7])
+FIRST = {"chacha": [0, 5, 2**29 - 20_000], "philox": [0, 5, 2**31 + 7]}
+PLACES = [(name, first) for name in FIRST for first in FIRST[name]]
+
+
+def on_cpu(key, step, first, blocks, *, normal):
+    place = (3, 1, first * key.block)
+    return random_numbers._on_cpu(key, step, place, key.block * blocks, normal=normal)
+
+
 @pytest.mark.parametrize("step", [77, 2**40 + 3])
-@pytest.mark.parametrize(
-    ("name", "numbers"), [("chacha", cipher_numbers), ("philox", philox_numbers)]
-)
-def test_integer_operations_give_the_words_of_the_libraries(name, numbers, step, first):
+@pytest.mark.parametrize(("name", "first"), PLACES)
+def test_integer_operations_give_the_words_of_the_libraries(name, first, step):
     """What a GPU without a compiler computes is what a CPU draws."""
-    key, address = KEYS[name], (3, 1, first)
-    expected = random_numbers._on_cpu(key, step, address, 40, normal=False)
-    assert torch.equal(numbers(key.on(CPU), torch.tensor(step), address, 40), expected)
+    key, blocks = KEYS[name], 20_000
+    words, there = key.on(CPU), torch.tensor(step)
+    found = draw_words(words, there, (3, 1), torch.arange(blocks) + first)
+    expected = on_cpu(key, step, first, blocks, normal=False)
+    assert torch.equal(random_numbers._as_uniform(found), expected)
+    noise = random_numbers.noise_of(words, there, (3, 1, first), found)
+    assert torch.equal(noise, on_cpu(key, step, first, blocks, normal=True))
 
 
 @pytest.fixture(scope="module", params=["chacha", "philox"])
@@ -89,49 +103,79 @@ def on_host(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("normal", [False, True])
-@pytest.mark.parametrize("first", [0, 2**31 + 7])
+@pytest.mark.parametrize("first", [0, 5, 2**29 - 20_000])
 def test_the_kernel_draws_the_same_numbers(on_host, first, normal):
     key, kernels = on_host
     blocks, step = 50, torch.tensor(2**40 + 3)
-    found, words = torch.zeros(blocks * key.block, dtype=torch.float64), key.on(CPU)
+    found = torch.zeros(blocks * key.block, dtype=torch.float64)
     for thread in range(blocks):
         kernels.for_thread(thread)
-        places = [ctypes.c_void_p(one.data_ptr()) for one in (words, step, found)]
+        there = (key.on(CPU), step, found, *noise_table.table_on(CPU))
+        places = [ctypes.c_void_p(one.data_ptr()) for one in there]
         kernels.draw(*places, 3, 1, *random_numbers._two_halves(first), blocks, int(normal))
-    expected = random_numbers._on_cpu(key, int(step), (3, 1, first), blocks, normal=normal)
-    if normal:
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    else:
-        assert torch.equal(found, expected)
+    assert torch.equal(found, on_cpu(key, int(step), first, blocks, normal=normal))
 
 
-@pytest.mark.parametrize("count", [1, 9, 403])
-def test_the_kernel_adds_the_same_noise(on_host, count):
+def noise_of_the_kernel(on_host, values, scale):
     key, kernels = on_host
-    values, step = torch.linspace(-1, 1, count), torch.tensor(9)
-    scale, found = torch.tensor(0.3, dtype=torch.float64), torch.full((count + 1,), 7.0)
-    places = [key.on(CPU), step, values, scale, found]
+    count, step = len(values), torch.tensor(9)
+    grid = torch.tensor(scale, dtype=torch.float64) / noise_table.DEVIATION
+    found = torch.full((count + 1,), 7.0)
+    places = [key.on(CPU), step, values, grid, found, *noise_table.table_on(CPU)]
     for thread in range(-(-count // key.block)):
         kernels.for_thread(thread)
         pointers = [ctypes.c_void_p(one.data_ptr()) for one in places]
         kernels.add_noise(*pointers, 3, 0, 0, 0, count)
-    expected = random_numbers.add_normal(key, 9, (3, 0, 0), values, 0.3)
-    torch.testing.assert_close(found[:count], expected, rtol=1e-6, atol=1e-6)
     assert found[count] == 7.0  # nothing is written beyond the end
+    return found[:count]
+
+
+@pytest.mark.parametrize("count", [1, 9, 403, 100_003])
+def test_the_kernel_adds_the_same_noise(on_host, count):
+    """To the last bit; among so many numbers some need further bits."""
+    values = torch.linspace(-1, 1, count)
+    expected = random_numbers.add_normal(on_host[0], 9, (3, 0, 0), values, 0.3)
+    assert torch.equal(noise_of_the_kernel(on_host, values, 0.3), expected)
+
+
+def test_the_kernel_decides_by_the_same_further_bits(on_host, monkeypatch):
+    """With limits whose first bits are 2 in every column, so that few draws stay in theirs."""
+    entries, rest = (part.copy() for part in noise_table.table())
+    entries[:] = 2 << noise_table.BITS | noise_table.CENTRE
+    rest[:] = 2**62
+    made = noise_table.Table(entries, rest)
+    there = tuple(
+        torch.from_numpy(part.view(kind)) for part, kind in ((entries, "i4"), (rest, "i8"))
+    )
+    monkeypatch.setattr(random_numbers, "table", lambda: made)
+    monkeypatch.setattr(noise_table, "table_on", lambda _: there)
+    values = torch.zeros(100_000)
+    expected = random_numbers.add_normal(on_host[0], 9, (3, 0, 0), values, 0.3)
+    assert torch.equal(noise_of_the_kernel(on_host, values, 0.3), expected)
+    assert 3 <= len(expected.unique()) < 100
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e38, 1e-45])
+def test_extreme_sums_become_the_same_numbers(on_host, value):
+    values = torch.full((3,), value)
+    expected = random_numbers.add_normal(on_host[0], 9, (3, 0, 0), values, 0.3)
+    found = noise_of_the_kernel(on_host, values, 0.3)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KEYS)
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("first", [0, 2**31 + 7])
+@pytest.mark.parametrize("first", [0, 5, 2**29 - 20_000])
 def test_a_gpu_draws_the_same_numbers(compiled, first, name, monkeypatch):
     if not compiled:
         monkeypatch.setattr(random_numbers.nvrtc, "compile_kernel", lambda *_: None)
     key, gpu = KEYS[name], torch.device("cuda")
     for normal in (False, True):
-        here = random_numbers._on_cpu(key, 9, (3, 1, first), 1000, normal=normal)
-        there = random_numbers._on_cuda(key, 9, (3, 1, first), 1000, gpu, normal=normal).cpu()
-        if normal:
-            torch.testing.assert_close(there, here, rtol=1e-12, atol=1e-12)
-        else:
-            assert torch.equal(there, here)
+        here = on_cpu(key, 9, first, 20_000, normal=normal)
+        there = random_numbers._on_cuda(key, 9, (3, 1, first), 20_000, gpu, normal=normal).cpu()
+        assert torch.equal(there, here)
+    values = torch.linspace(-1, 1, 100_003)
+    here = random_numbers.add_normal(key, 9, (3, 1, 0), values, 0.3)
+    there = random_numbers.add_normal(key, 9, (3, 1, 0), values.to(gpu), 0.3)
+    assert torch.equal(there.cpu(), here)

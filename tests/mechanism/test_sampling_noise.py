@@ -1,14 +1,16 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
+from dpsur.errors import InvalidInputError
 from dpsur.mechanism import gaussian
 from dpsur.mechanism import gaussian as sampling
-from dpsur.mechanism import streams as random_numbers
 from dpsur.mechanism.gaussian import exact_batch, padded_batch, padded_size, poisson_sample
+from dpsur.mechanism.noise_table import DEVIATION
 from dpsur.mechanism.streams import BATCH
 from dpsur.per_example import ClippedSum
 from tests.conftest import blobs, stream
@@ -88,37 +90,31 @@ def repeated(total, multiplier, drawn):
     return {"a": noisy["a"], "b": noisy["a"]}
 
 
-@pytest.mark.parametrize(("dtype", "end"), [(torch.float64, 106), (torch.float32, 48)])
-def test_the_noise_ends_where_the_uniform_draws_do(dtype, end, monkeypatch):
-    """Draws in float32, the control, have no tail: 24 bits reach sqrt(48 ln 2) = 5.77."""
-    draws = torch.zeros(12, dtype=torch.float64)
-    draws[::2] = 1 - torch.finfo(dtype).eps / 2  # as large as the radius gets, and no angle
-    random_numbers._box_muller(draws, 1.0, draws)
-    monkeypatch.setattr(random_numbers, "_on_cpu", lambda *_, normal: draws)
-    total = ClippedSum({"a": torch.zeros(10)}, sensitivity=0.5)
-    found = gaussian.add_noise(total, 2.0, stream())["a"]
-    assert float(found[0]) == pytest.approx(math.sqrt(end * math.log(2)), rel=1e-6)
-    assert (float(found[0]) > 8) is (dtype is torch.float64)
-
-
-def in_float32(total, multiplier, drawn):
+def in_floating_point(total, multiplier, drawn):
     scale = multiplier * total.sensitivity
+    generator = torch.Generator().manual_seed(drawn.step)
     return {
-        name: value + scale * drawn.normal(value.numel()).float().view(value.shape)
+        name: value + scale * torch.randn(value.shape, generator=generator, dtype=value.dtype)
         for name, value in total.params.items()
     }
 
 
-@pytest.mark.parametrize(("add", "fine"), [(gaussian.add_noise, True), (in_float32, False)])
-def test_noise_is_drawn_in_float64_whatever_the_type_of_the_sum(add, fine):
-    """Rounded once, after it was scaled: numbers that were drawn in float32 come back as such."""
-    total = ClippedSum({"a": torch.zeros(5000), "b": torch.zeros(41)}, sensitivity=0.5)
+@pytest.mark.parametrize(("add", "whole"), [(gaussian.add_noise, True), (in_floating_point, False)])
+def test_what_is_released_is_a_point_of_the_grid_whatever_the_sum_is(add, whole):
+    """In floating point, the control, the last bits of the sum show in those of the release."""
+    total = ClippedSum({"a": torch.linspace(-1, 1, 5000, dtype=torch.float64)}, sensitivity=0.5)
+    scale = gaussian.noise_deviation(total, 2.0)
+    steps = add(total, 2.0, stream(3))["a"] * (DEVIATION / scale)
+    assert bool(((steps - steps.round()).abs() < 1e-6).all()) is whole
+
+
+def test_a_sum_in_float32_is_released_as_the_nearest_number():
+    total = ClippedSum({"a": torch.linspace(-1, 1, 5000), "b": torch.zeros(41)}, sensitivity=0.5)
     wide = ClippedSum({name: v.double() for name, v in total.params.items()}, sensitivity=0.5)
-    noisy, exact = (add(one, 2.0, stream(3)) for one in (total, wide))
-    found, drawn = (torch.cat([one["a"], one["b"]]) for one in (noisy, exact))
-    assert found.dtype == torch.float32
-    assert torch.equal(found, drawn.float())
-    assert bool((drawn != drawn.float()).float().mean() > 0.99) is fine
+    noisy, exact = (gaussian.add_noise(one, 2.0, stream(3)) for one in (total, wide))
+    for name in ("a", "b"):
+        assert noisy[name].dtype == torch.float32
+        assert torch.equal(noisy[name], exact[name].float())
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 40])
@@ -131,14 +127,14 @@ def test_any_number_of_draws(size):
 
 
 def largest_correlation(draws):
-    """Between the two draws that are made of one radius and one angle, and their sizes."""
+    """Between neighbours and their sizes."""
     first, second = draws[::2], draws[1::2]
     kinds = (np.positive, np.abs, np.square)
     return max(abs(np.corrcoef(f(first), g(second))[0, 1]) for f in kinds for g in kinds)
 
 
-def test_both_draws_of_a_pair_are_independent_of_each_other():
-    """They share a radius. A wrong one, the control, would show in the sizes of both."""
+def test_neighbouring_draws_are_independent_of_each_other():
+    """Of the Box-Muller transform, which they shared a radius in, a wrong radius shows in both."""
     limit = STANDARD_ERRORS / math.sqrt(100_000)
     draws = noise_samples(gaussian.add_noise)
     assert largest_correlation(draws) <= limit
@@ -187,5 +183,27 @@ def test_noise_is_the_streams_draw_scaled_and_added_once(shape):
     draws = stream(1).normal(value.numel())
     assert found.shape == shape
     assert found.dtype == torch.float32
-    assert torch.equal(found.reshape(-1), (1.5 * draws + value.reshape(-1)).to(torch.float32))
+    grid = gaussian.noise_deviation(total, 3.0) / DEVIATION
+    whole = (value.reshape(-1).double() / grid).round() + (draws * DEVIATION).round()
+    assert torch.equal(found.reshape(-1), (whole * grid).float())
     assert len(draws.unique()) == len(draws)
+
+
+def test_rounding_a_sum_to_the_grid_is_part_of_its_sensitivity():
+    """The deviation s solves s = multiplier (sensitivity + s sqrt(n) / steps of a deviation)."""
+    total = ClippedSum({"w": torch.zeros(1_000_000)}, sensitivity=0.5)
+    for multiplier in (1.0, 30.0):
+        s = gaussian.noise_deviation(total, multiplier)
+        assert s >= multiplier * (0.5 + s * 1000 / DEVIATION)
+        assert s <= multiplier * (0.5 + s * 1000.0 * 1.002 / DEVIATION)
+        there = gaussian.noise_deviation(total, torch.tensor(multiplier, dtype=torch.float64))
+        assert float(there) == pytest.approx(s, rel=1e-12)
+    assert gaussian.noise_deviation(total, 1.0) < 0.5 * 1.0013
+    part = replace(total, params={"w": torch.zeros(10)}, whole=1_000_000)  # a shard of it
+    assert gaussian.noise_deviation(part, 30.0) == s
+
+
+def test_noise_that_is_too_coarse_for_so_many_weights_is_refused():
+    total = ClippedSum({"w": torch.zeros(1_000_000)}, sensitivity=0.5)
+    with pytest.raises(InvalidInputError, match="train at most 159"):
+        gaussian.add_noise(total, 1000.0, stream())

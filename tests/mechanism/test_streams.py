@@ -8,6 +8,7 @@ import torch
 from dpsur.distributed import Ranks
 from dpsur.errors import CheckpointError
 from dpsur.mechanism import streams as random_numbers
+from dpsur.mechanism.noise_table import DEVIATION
 from dpsur.mechanism.streams import (
     BATCH,
     INIT,
@@ -83,7 +84,7 @@ def test_draws_of_one_stream_follow_one_another(seed):
     assert len(found.unique()) == len(found)
     other = Streams(seed, CPU).at(1)[NOISE]
     normal = torch.cat([other.normal(7), other.normal(3), other.normal(1), other.normal(1001)])
-    assert len(normal.unique()) == len(normal)
+    assert len(normal.unique()) >= len(normal) - 3  # integers, which may be equal by chance
 
 
 @pytest.mark.parametrize("seed", [2, None])
@@ -122,16 +123,22 @@ def test_uniform_draws_have_53_bits():
     assert bool((draws % 2 == 1).any())
 
 
+def on_grid(values, noise, scale):
+    """Values rounded to the grid of the noise, plus whole steps of noise."""
+    grid = scale / DEVIATION
+    return ((values.double() / grid).round() + (noise * DEVIATION).round()) * grid
+
+
 @pytest.mark.parametrize("count", [1, 7, 4096])
-def test_noise_is_added_in_double_precision(count, monkeypatch):
+def test_noise_is_added_in_whole_steps(count, monkeypatch):
     """Also in parts, and in place."""
     one, other, values = stream(3), stream(3), torch.linspace(-1, 1, count)
-    expected = (values.double() + 0.3 * one.normal(count)).float()
+    expected = on_grid(values, one.normal(count), 0.3).float()
     before = values.clone()
     assert torch.equal(other.add_normal(values, 0.3), expected)
     assert torch.equal(one.normal(5), other.normal(5))  # both have drawn as many
     assert torch.equal(values, before)
-    monkeypatch.setattr(random_numbers, "_ADDED_AT_ONCE", 12)
+    monkeypatch.setattr(random_numbers, "_AT_ONCE", 12)
     assert stream(3).add_normal(values, 0.3, in_place=True) is values
     assert torch.equal(values, expected)
 
@@ -152,12 +159,12 @@ def test_counts_are_those_of_the_draws(device, count, seed):
 def test_a_gpu_adds_the_noise_that_it_draws(count, seed):
     values, scale = torch.linspace(-1, 1, count).cuda(), torch.tensor(0.3, dtype=torch.float64)
     streams = Streams(seed, torch.device("cuda"))
-    expected = streams.at(3)[NOISE].normal(count).mul_(0.3).add_(values).float()
+    expected = on_grid(values, streams.at(3)[NOISE].normal(count), 0.3).float()
     assert torch.equal(streams.at(3)[NOISE].add_normal(values, 0.3), expected)
     assert torch.equal(streams.at(3)[NOISE].add_normal(values, scale.cuda()), expected)
     offset = streams.at(3)[NOISE]
     offset.normal(8)
-    expected = streams.at(3)[NOISE].normal(8 + count)[8:].mul_(0.3).add_(values).float()
+    expected = on_grid(values, streams.at(3)[NOISE].normal(8 + count)[8:], 0.3).float()
     assert torch.equal(offset.add_normal(values, 0.3), expected)
     offset = streams.at(3)[NOISE]
     offset.normal(8)
@@ -192,7 +199,7 @@ def test_global_randomness_is_put_back():
 
 def test_bits_do_not_depend_on_the_number_of_threads():
     """Nor on where a draw is cut into pieces."""
-    count, before = 3 * random_numbers._AT_ONCE + 1001, torch.get_num_threads()
+    count, before = 3 * random_numbers._LEAST_OF_A_WORKER + 1001, torch.get_num_threads()
     found = []
     try:
         for threads in (1, 3):
@@ -203,14 +210,15 @@ def test_bits_do_not_depend_on_the_number_of_threads():
         torch.set_num_threads(before)
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
-    part = Streams(5, CPU).at(7)[NOISE].normal(1000, offset=random_numbers._AT_ONCE - 500)
-    assert torch.equal(part, found[0][0][random_numbers._AT_ONCE - 500 :][:1000])
+    for start, length in ((random_numbers._AT_ONCE - 500, 1000), (7, random_numbers._AT_ONCE + 1)):
+        part = Streams(5, CPU).at(7)[NOISE].normal(length, offset=start)
+        assert torch.equal(part, found[0][0][start:][:length])
 
 
 @pytest.mark.parametrize("seed", [0, None])
 def test_threads_draw_the_same_bits(seed):
     """Also where the caller's mode is not that of a new thread."""
-    streams, count = Streams(seed, CPU), 3 * random_numbers._AT_ONCE + 5
+    streams, count = Streams(seed, CPU), 2 * random_numbers._LEAST_OF_A_WORKER + 5
     alone = threads_for(1, lambda: streams.at(1)[NOISE].normal(count))
     together = threads_for(2, lambda: streams.at(1)[NOISE].normal(count))
     assert torch.equal(alone, together)

@@ -304,7 +304,7 @@ class ModuleGradient(GradientSource):
 
     def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:  # noqa: ARG002
         watcher, sums = self.watcher, self.watcher.take()
-        offsets = None
+        offsets, whole = None, None
         if watcher.sharding is None:
             reduction = Reduction(draws.ranks)
             for name, value in sums.items():
@@ -312,7 +312,8 @@ class ModuleGradient(GradientSource):
             sums = reduction.result()
         else:  # its sums are those of all ranks already
             offsets = watcher.sharding.offsets()
-        total = ClippedSum(sums, watcher.max_grad_norm, offsets=offsets)
+            whole = sum(value.numel() for value in watcher.sharding.trained.values())
+        total = ClippedSum(sums, watcher.max_grad_norm, offsets=offsets, whole=whole)
         noise = self.update.noise_multiplier if isinstance(self.update, SampledGaussian) else 0.0
         return gaussian.noisy_mean(total, noise, self.expected, draws[NOISE]), None
 

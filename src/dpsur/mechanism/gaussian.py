@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from dpsur.distributed import ALONE, Ranks
+from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples, HostExamples
 from dpsur.functional.tree import Params, elementwise, tensors_of
+from dpsur.mechanism.noise_table import DEVIATION
 from dpsur.mechanism.streams import Stream
 from dpsur.per_example import ClippedSum, clipped_sum
 
@@ -27,6 +29,11 @@ SPARE_DEVIATIONS = 5.0
 # Where a batch may have one of several sizes, they are so many standard deviations from what is
 # expected.
 _DEVIATIONS = (-1.5, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+
+# What rounding a number to the grid moves two sums apart by, in standard deviations of the noise:
+# half a step each, and a little for the division that finds it.
+_ROUNDING = 1.001 / DEVIATION
+_LEAST_LEFT = 0.5  # at most as much noise again is added for rounding
 
 # A sample that is larger than expected by more than this is worked on in parts, so that memory
 # does not follow the largest sample: at 32 expected records there is one of 48 now and then.
@@ -233,34 +240,50 @@ def _padded_rows(examples: Examples, rate: float, stream: Stream) -> Tensor:
 
 
 def add_noise(total: ClippedSum, noise_multiplier: float | Tensor, stream: Stream) -> Params:
-    """Gaussian mechanism on a sum of bounded sensitivity (Alg. 1, L7).
+    """Gaussian mechanism on a sum of bounded sensitivity (Alg. 1, L7), in integers.
 
     Formal guarantee: with Poisson sampling at rate q, a sampled Gaussian mechanism of rate q and
-    this noise multiplier. The scale comes from the sensitivity that the sum itself reports. Each
-    number of a vector has its own address, so that shards on several ranks together get the noise
-    that one process would draw.
+    this noise multiplier, also for whoever reads the last bits (docs/noise.md). The scale comes
+    from the sensitivity that the sum itself reports, and from what rounding it to the grid of the
+    noise adds. Each number of a vector has its own address, so that shards on several ranks
+    together get the noise that one process would draw.
     """
-    scale = noise_multiplier * total.sensitivity
-    if total.offsets is not None:
+    if not isinstance(noise_multiplier, Tensor) and not noise_multiplier:
+        return total.params  # training without privacy
+    scale = noise_deviation(total, noise_multiplier)
+    offsets = total.offsets
+    if offsets is not None:
         return {
-            name: stream.normal(value.numel(), total.offsets[name])
-            .view(value.shape)
-            .mul_(scale)
-            .add_(value)
-            .to(value.dtype)
+            name: stream.add_normal(value.reshape(-1), scale, offsets[name]).view(value.shape)
             for name, value in total.params.items()
         }
 
     def noisy(value: Tensor) -> Tensor:
-        # Normal draws in float32 end at 5.8 standard deviations, where some records would be told
-        # apart for certain. In float64 they end at 8.6, which is charged
-        # (`privacy/accountants/noise_tail.py`).
         flat = value.reshape(-1)
         if total.scratch:
             return stream.add_normal(flat, scale, in_place=True).view(value.shape)
         return stream.add_normal(flat, scale).view(value.shape)
 
     return elementwise(noisy, total.params)
+
+
+def noise_deviation(total: ClippedSum, noise_multiplier: float | Tensor) -> float | Tensor:
+    """The standard deviation s that a sum of this sensitivity needs once it is on a grid.
+
+    The grid has s / `DEVIATION` between its points. Rounding n numbers to it moves two sums apart
+    by at most its root of n, so that s = multiplier (sensitivity + s sqrt(n) / `DEVIATION`).
+    """
+    lost = noise_multiplier * math.sqrt(total.count) * _ROUNDING
+    if isinstance(lost, Tensor):
+        return noise_multiplier * total.sensitivity / (1 - lost).clamp(min=_LEAST_LEFT)
+    if lost > 1 - _LEAST_LEFT:
+        raise InvalidInputError(
+            f"noise of multiplier {noise_multiplier:g} on {total.count} numbers is too coarse a "
+            f"grid for a sum of this sensitivity; train at most "
+            f"{int(((1 - _LEAST_LEFT) / (noise_multiplier * _ROUNDING)) ** 2)} weights, or ask for "
+            "less noise"
+        )
+    return noise_multiplier * total.sensitivity / (1 - lost)
 
 
 def noisy_mean(

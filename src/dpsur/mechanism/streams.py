@@ -13,21 +13,19 @@ turns an address into 64-bit words:
 - 128 bits: Philox4x64-10 (Salmon et al. 2011), which is fast and not cryptographically secure. It
   is for seeded runs, which are rehearsals: anyone who has the seed can subtract the noise.
 
-A block of 8 words (Philox: 4) belongs to one counter; a word gives one uniform number of 53 bits, a
-pair of them one pair of the Box-Muller transform. The bits are the same on a CPU and on CUDA: on a
-CPU OpenSSL and NumPy compute the words, on CUDA a kernel, and integer operations of PyTorch where
-no kernel can be compiled.
+A block of 8 words (Philox: 4) belongs to one counter; a word gives one uniform number of 53 bits or
+one number of noise, an integer (`mechanism/noise_table.py`). The bits are the same on a CPU and on
+CUDA: on a CPU OpenSSL and NumPy compute the words, on CUDA a kernel, and integer operations of
+PyTorch where no kernel can be compiled.
 """
 
 import hashlib
-import math
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from threading import Barrier
 from typing import Final
 
 import numpy as np
@@ -38,6 +36,15 @@ from torch import Tensor
 from dpsur.distributed import ALONE, Ranks
 from dpsur.errors import CheckpointError
 from dpsur.functional.process_settings import seeded_globally
+from dpsur.mechanism.noise_table import (
+    BITS,
+    CENTRE,
+    DEVIATION,
+    FACTOR,
+    LIMIT_BITS,
+    table,
+    table_on,
+)
 from dpsur.per_example.kernels import nvrtc
 
 Address = tuple[int, int, int]  # purpose, rank, offset in words
@@ -53,13 +60,17 @@ _QUARTERS = (
     *((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14)),
 )
 _HALF = 0xFFFFFFFF
+_SIGN = -(2**63)
 _UNIT = 2.0**-53
 # Words that are worked on at once on a CPU: what fits its caches is faster.
-_AT_ONCE = 2**16
-_ZEROS = bytes(8 * _AT_ONCE)
+_AT_ONCE = 2**14
+_ZEROS = bytes(8 * (_AT_ONCE + 8))  # and where a piece begins within a block
 _MOST_WORKERS = 8  # more would wait for each other's Python
-# Normal numbers that are in memory at once where they are added to a vector on a device.
+_LEAST_OF_A_WORKER = 2**16
+# Numbers of noise that are in memory at once where they are added to a vector without a kernel.
 _ADDED_AT_ONCE = 2**19
+# Added to a purpose: where the further bits of a number of noise come from, one block for each.
+_FURTHER = 2**15
 _THREADS = 256
 _SOURCE = """
 typedef unsigned long long word;
@@ -107,46 +118,68 @@ __device__ void draw_words(const word* key, const word* step, int purpose, int r
     out[0] = c0; out[1] = c1; out[2] = c2; out[3] = c3;
 }
 #endif
-__device__ void uniform(const word* key, const word* step, int purpose, int rank, word block,
-                        double* u) {
+__device__ double uniform(word drawn) { return (drawn >> 11) * (1.0 / 9007199254740992.0); }
+// Whether a draw stays in its column where the bits that are compared first do not tell.
+__device__ __noinline__ bool stays_by_further_bits(
+    const word* key, const word* step, int purpose, int rank, word number, int part,
+    const word* rest)
+{
     word found[WORDS];
-    draw_words(key, step, purpose, rank, block, found);
-    for (int j = 0; j < WORDS; ++j) u[j] = (found[j] >> 11) * (1.0 / 9007199254740992.0);
+    draw_words(key, step, purpose | FURTHER, rank, number, found);
+    const word high = found[2 * part], low = found[2 * part + 1];
+    return high < rest[0] || (high == rest[0] && low < rest[1]);
 }
-__device__ void normal(const word* key, const word* step, int purpose, int rank, word block,
-                       double* u) {
-    uniform(key, step, purpose, rank, block, u);
-    for (int j = 0; j < WORDS; j += 2) {
-        const double radius = sqrt(-2.0 * log1p(-u[j])), angle = 6.283185307179586 * u[j + 1];
-        u[j] = radius * cos(angle);
-        u[j + 1] = radius * sin(angle);
+__device__ int noise(const word* key, const word* step, int purpose, int rank, word number,
+                     word drawn, const unsigned* entries, const word* rest) {
+    int found = 0;
+    #pragma unroll
+    for (int part = 0; part < 2; ++part) {
+        const unsigned half = (unsigned)(part ? drawn : drawn >> 32);
+        const unsigned column = half >> LIMIT_BITS, bits = half & ((1u << LIMIT_BITS) - 1);
+        const unsigned entry = entries[column], limit = entry >> BITS;
+        bool stays = bits < limit;
+        if (bits == limit)
+            stays = stays_by_further_bits(key, step, purpose, rank, number, part,
+                                          rest + 2 * column);
+        found = FACTOR * found + (int)(stays ? column : entry & ((1u << BITS) - 1)) - CENTRE;
     }
+    return found;
 }
 extern "C" __global__ void draw(
-    const word* key, const word* step, double* out, int purpose, int rank, int first_low,
-    int first_high, int blocks, int gaussian)
+    const word* key, const word* step, double* out, const unsigned* entries, const word* rest,
+    int purpose, int rank, int first_low, int first_high, int blocks, int gaussian)
 {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= blocks) return;
-    const word first = ((word)(unsigned)first_high << 32) | (unsigned)first_low;
-    double u[WORDS];
-    if (gaussian) normal(key, step, purpose, rank, first + i, u);
-    else uniform(key, step, purpose, rank, first + i, u);
-    for (int j = 0; j < WORDS; ++j) out[(long long)WORDS * i + j] = u[j];
+    const word block = (((word)(unsigned)first_high << 32) | (unsigned)first_low) + i;
+    word found[WORDS];
+    draw_words(key, step, purpose, rank, block, found);
+    #pragma unroll
+    for (int j = 0; j < WORDS; ++j)
+        out[(long long)WORDS * i + j] = gaussian
+            ? noise(key, step, purpose, rank, WORDS * block + j, found[j], entries, rest)
+            : uniform(found[j]);
 }
-// Rounded step by step, so that results have the bits of separate operations.
 extern "C" __global__ void add_noise(
-    const word* key, const word* step, const float* values, const double* scale, float* out,
-    int purpose, int rank, int first_low, int first_high, int count)
+    const word* key, const word* step, const float* values, const double* grid, float* out,
+    const unsigned* entries, const word* rest, int purpose, int rank, int first_low,
+    int first_high, int count)
 {
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (WORDS * i >= count) return;
-    const word first = ((word)(unsigned)first_high << 32) | (unsigned)first_low;
-    double u[WORDS];
-    normal(key, step, purpose, rank, first + i, u);
-    for (int j = 0; j < WORDS && WORDS * i + j < count; ++j)
-        out[WORDS * i + j] = __double2float_rn(
-            __dadd_rn(__dmul_rn(u[j], *scale), (double)values[WORDS * i + j]));
+    const word block = (((word)(unsigned)first_high << 32) | (unsigned)first_low) + i;
+    const double spacing = *grid;
+    word found[WORDS];
+    draw_words(key, step, purpose, rank, block, found);
+    #pragma unroll
+    for (int j = 0; j < WORDS; ++j) {
+        const long long at = WORDS * i + j;
+        if (at >= count) return;
+        const double steps = rint(__ddiv_rn((double)values[at], spacing));
+        const int more = noise(
+            key, step, purpose, rank, WORDS * block + j, found[j], entries, rest);
+        out[at] = __double2float_rn(__dmul_rn(__dadd_rn(steps, (double)more), spacing));
+    }
 }
 // The second dimension of the grid is the step.
 extern "C" __global__ void count_below(
@@ -157,9 +190,11 @@ extern "C" __global__ void count_below(
     const word step = *first_step + blockIdx.y;
     int found = 0;
     if (WORDS * i < count) {
-        double u[WORDS];
-        uniform(key, &step, purpose, rank, i, u);
-        for (int j = 0; j < WORDS && WORDS * i + j < count; ++j) found += u[j] < *bound;
+        word drawn[WORDS];
+        draw_words(key, &step, purpose, rank, i, drawn);
+        #pragma unroll
+        for (int j = 0; j < WORDS; ++j)
+            found += WORDS * i + j < count && uniform(drawn[j]) < *bound;
     }
     for (int lanes = 16; lanes; lanes /= 2) found += __shfl_down_sync(0xffffffffu, found, lanes);
     if (threadIdx.x % 32 == 0) atomicAdd(out + blockIdx.y, found);
@@ -199,13 +234,21 @@ class Key:
 
 
 def prepare_kernels(device: torch.device, *, secret: bool) -> None:
-    """Begin to compile the kernels for a GPU, in another thread."""
+    """Begin to compile the kernels for a GPU, in another thread, and copy the table of noise."""
     if device.type == "cuda":
         nvrtc.compile_ahead(_SOURCE, _constants(secret), _index(device))
+        table_on(device)
 
 
 def _constants(secret: bool) -> nvrtc.Constants:
-    return (("CHACHA", int(secret)),)
+    return (
+        ("CHACHA", int(secret)),
+        ("BITS", BITS),
+        ("LIMIT_BITS", LIMIT_BITS),
+        ("CENTRE", CENTRE),
+        ("FACTOR", FACTOR),
+        ("FURTHER", _FURTHER),
+    )
 
 
 def draw_uniform(
@@ -218,11 +261,8 @@ def draw_uniform(
 def draw_normal(
     key: Key, step: int | Tensor, address: Address, count: int, device: torch.device
 ) -> Tensor:
-    """Standard normal numbers by the Box-Muller transform, two for every two uniform ones.
-
-    1 - u is exact and positive, so that the logarithm is finite.
-    """
-    return _draw(key, step, address, count, device, normal=True)
+    """Discrete Gaussian noise of standard deviation 1: integers over `DEVIATION`."""
+    return _draw(key, step, address, count, device, normal=True).div_(DEVIATION)
 
 
 def add_normal(
@@ -234,48 +274,58 @@ def add_normal(
     *,
     in_place: bool = False,
 ) -> Tensor:
-    """A vector plus a scale times standard normal numbers, computed in double precision.
+    """A vector, rounded to a grid, plus discrete Gaussian noise of a standard deviation.
 
-    The vector of the noise is never whole in memory: on CUDA one kernel draws and adds, elsewhere
-    parts of it are drawn one after the other. `in_place` writes into `values`, which must be
-    contiguous.
+    The grid has the deviation over `DEVIATION` between its points. Integers are added; what is
+    returned is the point that they name. The vector of the noise is never whole in memory: on CUDA
+    one kernel draws and adds, elsewhere parts of it are drawn one after the other. `in_place`
+    writes into `values`, which must be contiguous.
     """
     purpose, rank, offset = address
     first, skipped = divmod(offset, key.block)
     device, count = values.device, values.numel()
-    kernel = None
-    if (
-        device.type == "cuda"
-        and values.dtype == torch.float32
-        and not skipped
-        and 0 < count < 2**31
-    ):
-        kernel = key.kernel("add_noise", device)
+    blocks = -(-(skipped + count) // key.block)
+    _check_blocks(key, first + blocks, normal=True)
     values = values.contiguous()
     found = values if in_place else torch.empty_like(values)
-    if kernel is None:
+    if device.type == "cpu":
+        grid = float(scale) / DEVIATION
+        numbers, places = values.numpy(), found.numpy()
 
-        def add(some: slice) -> None:
-            where = (purpose, rank, offset + some.start)
-            noise = draw_normal(key, step, where, some.stop - some.start, device)
-            found[some] = noise.mul_(scale).add_(values[some])
+        def work(some: slice, words: _Words) -> None:
+            noise = _noise(key, int(step), (purpose, rank, offset + some.start), words)
+            steps = np.divide(numbers[some], grid, dtype=np.float64)
+            np.rint(steps, out=steps)
+            steps += noise
+            places[some] = np.multiply(steps, grid, out=steps)
 
-        _in_parts(add, count, device)
+        _in_pieces(key, int(step), address, count, work)
         return found
     if not isinstance(scale, Tensor):
         scale = torch.full((), scale, dtype=torch.float64, device=device)
-    threads = -(-count // key.block)
-    _check_blocks(key, first + threads)
+    spacing, kernel = scale.to(device, torch.float64) / DEVIATION, None
+    if values.dtype == torch.float32 and not skipped and 0 < count < 2**31:
+        kernel = key.kernel("add_noise", device)
+    if kernel is None:
+        for start in range(0, count, _ADDED_AT_ONCE):
+            some = slice(start, min(start + _ADDED_AT_ONCE, count))
+            where = (purpose, rank, offset + start)
+            noise = _draw(key, step, where, some.stop - start, device, normal=True)
+            steps = values[some].double().div_(spacing).round_()
+            found[some] = noise.add_(steps).mul_(spacing)
+            del noise  # before the next part is drawn
+        return found
     with torch.cuda.device(device):
         kernel(
-            grid=(-(-threads // _THREADS), 1, 1),
+            grid=(-(-blocks // _THREADS), 1, 1),
             block=(_THREADS, 1, 1),
             args=[
                 key.on(device),
                 _on_device(step, device),
                 values,
-                scale.to(device, torch.float64),
+                spacing,
                 found,
+                *table_on(device),
                 purpose,
                 rank,
                 *_two_halves(first),
@@ -326,110 +376,118 @@ def _draw(
     *,
     normal: bool,
 ) -> Tensor:
+    """Uniform numbers, or integers of noise."""
     purpose, rank, offset = address
     first, skipped = divmod(offset, key.block)
     blocks = -(-(skipped + count) // key.block)
-    _check_blocks(key, first + blocks)
+    _check_blocks(key, first + blocks, normal=normal)
     if device.type == "cuda":
         found = _on_cuda(key, step, (purpose, rank, first), blocks, device, normal=normal)
-    else:
-        found = _on_cpu(key, int(step), (purpose, rank, first), blocks, normal=normal).to(device)
-    return found[skipped : skipped + count]
+        return found[skipped : skipped + count]
+    return _on_cpu(key, int(step), address, count, normal=normal).to(device)
 
 
-def _check_blocks(key: Key, end: int) -> None:
-    """The counter of ChaCha20 has 32 bits; beyond them words would be used twice."""
-    if key.secret and end > 2**32:
+def _check_blocks(key: Key, end: int, *, normal: bool) -> None:
+    """The counter of ChaCha20 has 32 bits; beyond them words would be used twice.
+
+    Every number of noise has a block of further bits.
+    """
+    if key.secret and (end * key.block if normal else end) > 2**32:
         raise OverflowError(f"a draw of {end * key.block:,} numbers is longer than its counter")
 
 
-def _in_parts(work: Callable[[slice], None], count: int, device: torch.device) -> None:
-    """Part by part; on a CPU by as many threads as PyTorch has, in none of which it starts more."""
-    most = _AT_ONCE if device.type == "cpu" else _ADDED_AT_ONCE
-    some = [slice(start, min(start + most, count)) for start in range(0, count, most)]
-    # as many parts as one thread has taken anyway; one of `add_normal` is not divided again
-    threads = min(torch.get_num_threads(), _MOST_WORKERS, count // most)
-    if device.type != "cpu" or threads < 2:
-        for one in some:
-            work(one)
-        return
-    inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
+_Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
+_Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
 
-    def work_alike(one: slice) -> None:
-        with torch.inference_mode(inference):
-            work(one)
 
-    # drawing and PyTorch's functions both leave the interpreter to other threads
-    list(_workers(threads).map(work_alike, some))
+def _on_cpu(key: Key, step: int, address: Address, count: int, *, normal: bool) -> Tensor:
+    found = np.empty(count)
+    purpose, rank, offset = address
+
+    def work(some: slice, words: _Words) -> None:
+        if normal:
+            found[some] = _noise(key, step, (purpose, rank, offset + some.start), words)
+        else:
+            np.multiply(words >> np.uint64(11), _UNIT, out=found[some])
+
+    _in_pieces(key, step, address, count, work)
+    return torch.from_numpy(found)
+
+
+def _in_pieces(
+    key: Key, step: int, address: Address, count: int, work: Callable[[slice, _Words], None]
+) -> None:
+    """Give out words piece by piece, to as many threads as PyTorch has.
+
+    Bits do not depend on their number, nor on where a draw is cut.
+    """
+    purpose, rank, offset = address
+
+    def give(start: int) -> None:
+        some = slice(start, min(start + _AT_ONCE, count))
+        first, skipped = divmod(offset + start, key.block)
+        size = skipped + some.stop - start
+        words = _words(key, step, (purpose, rank, first), -(-size // key.block))
+        work(some, words[skipped:size])
+
+    starts = range(0, count, _AT_ONCE)
+    threads = min(torch.get_num_threads(), _MOST_WORKERS, count // _LEAST_OF_A_WORKER)
+    if threads > 1:
+        # drawing and NumPy's functions both leave the interpreter to other threads
+        list(_workers(threads).map(give, starts))
+    else:
+        for start in starts:
+            give(start)
 
 
 @cache
 def _workers(threads: int) -> ThreadPoolExecutor:
-    """Threads that stay, each with one thread for PyTorch's functions."""
-    pool = ThreadPoolExecutor(threads, "dpsur-noise", torch.set_num_threads, (1,))
-    usual, met = torch.get_num_threads(), Barrier(threads)
-    list(pool.map(lambda _: met.wait(), range(threads)))
-    torch.set_num_threads(usual)  # what threads that are started from now on begin with
-    return pool
+    """Threads that stay."""
+    return ThreadPoolExecutor(threads, "dpsur-noise")
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_workers.cache_clear)  # where they do not exist
 
 
-def _on_cpu(key: Key, step: int, address: Address, blocks: int, *, normal: bool) -> Tensor:
-    """In parts, whose bits do not depend on who draws them."""
-    found = torch.empty(key.block * blocks, dtype=torch.float64, device="cpu")
-    fill = _fill_by_cipher if key.secret else _fill_by_philox
-
-    def work(some: slice) -> None:
-        piece = found[some]
-        numbers, unit = fill(key, step, address, some.start // key.block, piece)
-        if normal:
-            _box_muller(numbers, unit, piece)
-        else:
-            torch.mul(numbers.double(), unit, out=piece)
-
-    _in_parts(work, len(found), found.device)
-    return found
-
-
-def _fill_by_cipher(
-    key: Key, step: int, address: Address, block: int, place: Tensor
-) -> tuple[Tensor, float]:
-    """The key stream of ChaCha20, what it makes of zeros: 53 bits of each word, and their unit."""
+def _words(key: Key, step: int, address: Address, blocks: int) -> _Words:
+    """The words of so many blocks from one on, on the host."""
     purpose, rank, first = address
-    counter = struct.pack("<IIQ", first + block, purpose | rank << 16, step)
-    cipher = Cipher(algorithms.ChaCha20(key.content, counter), mode=None).encryptor()
-    content = place.numpy()
-    cipher.update_into(_ZEROS[: content.nbytes], content.view(np.uint8).data)
-    words = content.view("<u8")
-    np.right_shift(words, np.uint64(11), out=words)
-    return place.view(torch.int64), _UNIT
+    if key.secret:  # the key stream of ChaCha20 is what it makes of zeros
+        counter = struct.pack("<IIQ", first, purpose | rank << 16, step)
+        cipher = Cipher(algorithms.ChaCha20(key.content, counter), mode=None).encryptor()
+        return np.frombuffer(cipher.update(_ZEROS[: 64 * blocks]), dtype="<u8")
+    counter_words = np.array([first, rank, purpose, step], dtype=np.uint64)
+    philox = np.random.Philox(counter=counter_words, key=np.frombuffer(key.content, dtype="<u8"))
+    return philox.random_raw(4 * blocks)
 
 
-def _fill_by_philox(
-    key: Key, step: int, address: Address, block: int, place: Tensor
-) -> tuple[Tensor, float]:
-    """Uniform numbers, and their unit."""
-    purpose, rank, first = address
-    counter = np.array([first + block, rank, purpose, step], dtype=np.uint64)
-    words = np.frombuffer(key.content, dtype="<u8")
-    np.random.Generator(np.random.Philox(counter=counter, key=words)).random(out=place.numpy())
-    return place, 1.0
+def _noise(
+    key: Key, step: int, address: Address, words: _Words
+) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """A number of noise for each word; the offset of the first one is that of the address.
 
-
-def _box_muller(numbers: Tensor, unit: float, out: Tensor) -> None:
-    """Pairs of normal numbers from pairs of uniform ones, which are in units of a power of two.
-
-    `out` may be the memory of the numbers.
+    Nothing here depends on what the noise is added to.
     """
-    pairs, normal = numbers.view(-1, 2), out.view(-1, 2)
-    radius = pairs[:, 0].double() * -unit
-    angle = pairs[:, 1].double() * (2 * math.pi * unit)
-    radius.log1p_().mul_(-2.0).sqrt_()
-    torch.mul(torch.cos(angle), radius, out=normal[:, 0])
-    torch.mul(angle.sin_(), radius, out=normal[:, 1])
+    purpose, rank, offset = address
+    entries, rest = table()
+    halves = words.view(np.uint32)  # the lower one of each word first
+    columns, bits = halves >> LIMIT_BITS, halves & np.uint32(2**LIMIT_BITS - 1)
+    entry = entries.take(columns, mode="clip")
+    limits = entry >> BITS
+    stays = bits < limits
+    for place in np.flatnonzero(bits == limits):
+        number, part = int(place) // 2, 1 - int(place) % 2  # the upper half is drawn first
+        further = _words(key, step, (purpose | _FURTHER, rank, offset + number), 1)
+        high, low = further[2 * part : 2 * part + 2]
+        stays[place] = (high, low) < tuple(rest[columns[place]])
+    entry &= np.uint32(2**BITS - 1)
+    np.copyto(entry, columns, where=stays)
+    found = entry.view(np.int32)
+    noise: np.ndarray[tuple[int], np.dtype[np.int32]] = found[1::2] * np.int32(FACTOR)
+    noise += found[::2]
+    noise -= np.int32(CENTRE * (FACTOR + 1))
+    return noise
 
 
 def _on_cuda(
@@ -446,11 +504,9 @@ def _on_cuda(
     step, words = _on_device(step, device), key.on(device)
     kernel = key.kernel("draw", device)
     if kernel is None:
-        find = cipher_numbers if key.secret else philox_numbers
-        found = find(words, step, address, blocks)
-        if normal:
-            _box_muller(found, 1.0, found)
-        return found
+        block = torch.arange(blocks, device=device, dtype=torch.int64) + first
+        drawn = draw_words(words, step, (purpose, rank), block)
+        return noise_of(words, step, address, drawn) if normal else _as_uniform(drawn)
     found = torch.empty(key.block * blocks, dtype=torch.float64, device=device)
     if blocks:
         low, high = _two_halves(first)
@@ -458,7 +514,18 @@ def _on_cuda(
             kernel(
                 grid=(-(-blocks // _THREADS), 1, 1),
                 block=(_THREADS, 1, 1),
-                args=[words, step, found, purpose, rank, low, high, blocks, int(normal)],
+                args=[
+                    words,
+                    step,
+                    found,
+                    *table_on(device),
+                    purpose,
+                    rank,
+                    low,
+                    high,
+                    blocks,
+                    int(normal),
+                ],
             )
     return found
 
@@ -482,13 +549,15 @@ def _signed(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def cipher_numbers(key: Tensor, step: Tensor, address: Address, blocks: int) -> Tensor:
-    """The uniform numbers of ChaCha20 by integer operations of PyTorch, on any device.
+def draw_words(key: Tensor, step: Tensor, place: tuple[int, int], block: Tensor) -> Tensor:
+    """The words of some blocks by integer operations of PyTorch, on any device.
 
-    Halves of words are kept in int64, which has no sign to mind.
+    `place` is the purpose and the rank; the key says which generator it is.
     """
-    purpose, rank, first = address
-    block = torch.arange(blocks, device=key.device, dtype=torch.int64) + first
+    purpose, rank = place
+    if 8 * len(key) == SEEDED_KEY_BYTES:
+        return _philox_words(key, step, purpose, rank, block)
+    # Halves of words are kept in int64, which has no sign to mind.
     halves = torch.stack([key & _HALF, (key >> 32) & _HALF], dim=1).view(-1)
     last = [block, purpose | rank << 16, step & _HALF, (step >> 32) & _HALF]
     start = [torch.zeros_like(block) + half for half in (*_CONSTANTS, *halves, *last)]
@@ -501,13 +570,11 @@ def cipher_numbers(key: Tensor, step: Tensor, address: Address, blocks: int) -> 
                 state[z] = ((turned << by) | (turned >> (32 - by))) & _HALF
     ends = [(one + other) & _HALF for one, other in zip(state, start, strict=True)]
     words = [low | high << 32 for low, high in zip(ends[::2], ends[1::2], strict=True)]
-    return _as_uniform(torch.stack(words, dim=1).view(-1))
+    return torch.stack(words, dim=1).view(-1)
 
 
-def philox_numbers(key: Tensor, step: Tensor, address: Address, blocks: int) -> Tensor:
-    """The uniform numbers of Philox by integer operations of PyTorch, on any device."""
-    purpose, rank, first = address
-    c0 = torch.arange(blocks, device=key.device, dtype=torch.int64) + (first + 1)
+def _philox_words(key: Tensor, step: Tensor, purpose: int, rank: int, block: Tensor) -> Tensor:
+    c0 = block + 1
     c1, c2 = torch.full_like(c0, rank), torch.full_like(c0, purpose)
     c3 = torch.zeros_like(c0) + step
     k0, k1 = key[0], key[1]
@@ -516,7 +583,35 @@ def philox_numbers(key: Tensor, step: Tensor, address: Address, blocks: int) -> 
         high1, low1 = _multiply(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = k0 + _as_int64(_INCREMENTS[0]), k1 + _as_int64(_INCREMENTS[1])
-    return _as_uniform(torch.stack([c0, c1, c2, c3], dim=1).view(-1))
+    return torch.stack([c0, c1, c2, c3], dim=1).view(-1)
+
+
+def noise_of(key: Tensor, step: Tensor, address: Address, words: Tensor) -> Tensor:
+    """A number of noise for each word, as `_noise`, on any device and without waiting for it.
+
+    The last number of the address is the first block. There is room for more than a hundred
+    standard deviations more numbers that need further bits than are expected.
+    """
+    purpose, rank, first = address
+    entries, rest = table_on(key.device)
+    halves = torch.stack([(words >> 32) & _HALF, words & _HALF], dim=1).view(-1)
+    columns, bits = halves >> LIMIT_BITS, halves & 2**LIMIT_BITS - 1
+    entry = entries[columns].long() & _HALF
+    limits, alias = entry >> BITS, entry & 2**BITS - 1
+    stays = bits < limits
+    room = min(len(halves), len(halves) // 2**10 + 64)
+    places = torch.nonzero_static(bits == limits, size=room, fill_value=0)[:, 0]
+    numbers = places // 2 + first * 2 * len(key)
+    further = draw_words(key, step, (purpose | _FURTHER, rank), numbers)
+    further = further.view(len(places), -1)[:, :4].reshape(-1, 2, 2)
+    mine = further[torch.arange(len(places), device=key.device), places % 2]
+    limit = rest[columns[places]]
+    mine, limit = mine ^ _SIGN, limit ^ _SIGN  # compared as numbers without a sign
+    below = (mine[:, 0] < limit[:, 0]) | ((mine[:, 0] == limit[:, 0]) & (mine[:, 1] < limit[:, 1]))
+    found = stays[places] | ((bits == limits)[places] & below)
+    stays[places] = found
+    drawn = torch.where(stays, columns, alias) - CENTRE
+    return (drawn[::2] * FACTOR + drawn[1::2]).double()
 
 
 def _as_uniform(words: Tensor) -> Tensor:
@@ -571,8 +666,8 @@ class Stream:
     """The random numbers of one purpose in one step.
 
     Draws without an offset follow one another. They are in double precision: uniform numbers are
-    multiples of 2^-53 in [0, 1), and normal numbers come from them by the Box-Muller transform, so
-    that they end at 8.57 standard deviations (docs/privacy.md).
+    multiples of 2^-53 in [0, 1), and noise is an integer over `DEVIATION`, a discrete Gaussian that
+    ends at 12.9 standard deviations (docs/noise.md).
     """
 
     def __init__(self, streams: "Streams", purpose: str, step: int | Tensor) -> None:
@@ -594,18 +689,20 @@ class Stream:
         return draw_uniform(self._streams.key, self._step, address, count, self.device)
 
     def normal(self, count: int, offset: int | None = None) -> Tensor:
-        """Standard normal numbers; with an offset, that part of a longer draw."""
-        if offset is None:
-            offset = self._advance(count)
-        address = (PURPOSES[self.purpose], self._rank, offset)
+        """Noise of standard deviation 1; with an offset, that part of a longer draw."""
+        address = self._address(count, offset)
         return draw_normal(self._streams.key, self._step, address, count, self.device)
 
     def add_normal(
-        self, values: Tensor, scale: float | Tensor, *, in_place: bool = False
+        self,
+        values: Tensor,
+        scale: float | Tensor,
+        offset: int | None = None,
+        *,
+        in_place: bool = False,
     ) -> Tensor:
-        """A vector plus a scale times as many standard normal numbers, in double precision."""
-        offset = self._advance(values.numel())
-        address = (PURPOSES[self.purpose], self._rank, offset)
+        """A vector on the grid of its noise, plus the noise; the bits are the same everywhere."""
+        address = self._address(values.numel(), offset)
         return add_normal(self._streams.key, self._step, address, values, scale, in_place=in_place)
 
     @property
@@ -619,6 +716,10 @@ class Stream:
     def ahead(self) -> "Stream":
         """The same purpose in the next step."""
         return Stream(self._streams, self.purpose, self._step + 1)
+
+    def _address(self, count: int, offset: int | None) -> Address:
+        offset = self._advance(count) if offset is None else offset
+        return PURPOSES[self.purpose], self._rank, offset
 
     def _advance(self, count: int) -> int:
         offset = self._next

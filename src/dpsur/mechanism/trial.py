@@ -49,6 +49,7 @@ from dpsur.mechanism.gaussian import (
     padded_sizes,
     steady_batch,
 )
+from dpsur.mechanism.noise_table import DEVIATION
 from dpsur.mechanism.proposer import Adam, GradientProposer, Sgd
 from dpsur.mechanism.state import Candidate, Gate, Procedure, Proposer, State, Verdict
 from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws, Stream, Streams
@@ -56,6 +57,8 @@ from dpsur.per_example.evaluation import record_losses
 from dpsur.privacy.account import Account
 from dpsur.privacy.events import CoinTest, Event, Ledger, Step, Test, Trial
 from dpsur.privacy.plan import Plan
+
+_SPARE_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,12 @@ class LossRule:
         # A comparison with NaN would reject with certainty, and a certain rejection has no
         # acceptance probability above a_min: count it as the worst finite difference instead.
         difference = torch.where(difference.abs() < math.inf, difference, bound)
-        clipped = difference.clamp(-bound, bound)
-        noise = stream.normal(difference.numel()).view(difference.shape)
-        noisy = clipped + 2 * bound * self.noise_multiplier * noise
-        return noisy < self.accept_threshold * bound
+        # Integers instead of real numbers move a threshold by a few steps of their grid, and a
+        # probability beyond its bound, unless differences end so much earlier (docs/noise.md).
+        deviation = 2 * bound * self.noise_multiplier
+        most = max(0.0, bound - _SPARE_STEPS * deviation / DEVIATION)
+        noisy = stream.add_normal(difference.double().clamp(-most, most).view(-1), deviation)
+        return (noisy < self.accept_threshold * bound).view(difference.shape)
 
 
 @dataclass(frozen=True)

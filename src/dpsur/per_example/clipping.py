@@ -241,12 +241,20 @@ class ClippedSum:
         scratch: nobody else needs its memory, so that noise may be added in place.
         offsets: where the first number of each tensor stands in the whole vector, if these are
             the shards that one rank holds.
+        whole: how many numbers that vector has.
     """
 
     params: Params
     sensitivity: float | Tensor
     scratch: bool = False
     offsets: Mapping[str, int] | None = None
+    whole: int | None = None
+
+    @property
+    def count(self) -> int:
+        if self.whole is not None:
+            return self.whole
+        return sum(value.numel() for value in self.params.values())
 
 
 _DEFAULT_BUDGET = GradientBudget()
