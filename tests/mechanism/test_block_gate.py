@@ -131,7 +131,7 @@ def a_run_depends_on_the_records_through_noisy_sums_only():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gaussian, "add_noise", noise_alone)
             patch.setattr(RateSearch, "standard_error", 1e-3)  # so that there is a head start
-            ends.append(flatten(train(gate, plan, Streams(3, CPU)).state))
+            ends.append(flatten(train(gate, plan, Streams(10, CPU)).state))
     for name, value in ends[0].items():
         assert torch.equal(value, ends[1][name]), name
 
