@@ -349,7 +349,11 @@ def a_record_adds_at_most_one():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ModelTests, "_values", spy)
             engine, *made = make(
-                data=TensorDataset(inputs, targets), max_grad_norm=1.0, batch_size=6, seed=2, **options
+                data=TensorDataset(inputs, targets),
+                max_grad_norm=1.0,
+                batch_size=6,
+                seed=2,
+                **options,
             )
             engine._make_tests()
             if options:  # decreases come after an update
