@@ -42,7 +42,7 @@ def stand_in(monkeypatch):
 
         return [partial(replay, function) for function in functions]
 
-    monkeypatch.setattr(captured, "_captures", lambda device: True)
+    monkeypatch.setattr(captured, "DEVICE", "cpu")
     monkeypatch.setattr(captured, "capture_graphs", capture)
     return counts
 
@@ -261,7 +261,7 @@ def test_what_cannot_be_captured_runs_eagerly(kind, monkeypatch, caplog):
     def capture(*_, **__):
         raise kind("captured a secret of a record")
 
-    monkeypatch.setattr(captured, "_captures", lambda device: True)
+    monkeypatch.setattr(captured, "DEVICE", "cpu")
     monkeypatch.setattr(captured, "capture_graphs", capture)
     with caplog.at_level(logging.WARNING, "dpsur.engine"):
         once = train()

@@ -52,6 +52,7 @@ def split_matrix(
 def emulated(monkeypatch):
     monkeypatch.setattr(products, "split_matrix", split_matrix)
     monkeypatch.setattr(products, "pays", lambda *_: True)
+    monkeypatch.setattr(products, "DEVICE", "cpu")
     monkeypatch.setattr(products, "_LONGEST", 8)
     monkeypatch.setattr(products, "_AT_ONCE", 64)
     monkeypatch.setattr(products, "_PART_AT_ONCE", 0)

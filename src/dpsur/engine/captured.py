@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.engine.loader import Unreadable
+from dpsur.engine.weights import Sums
 from dpsur.errors import DpsurError
 from dpsur.functional.process_settings import seeded_globally, widen
 from dpsur.functional.tree import (
@@ -48,6 +49,7 @@ from dpsur.per_example.tape import Tape
 
 # Graphs of one function. Each holds some memory, and most texts come in few lengths.
 MOST_GRAPHS = 24
+DEVICE = "cuda"  # which is captured on
 # Kinds of batches and arguments that are remembered until they come again.
 MOST_SEEN = 1000
 # After so many captures for other reasons than a new shape, what changes keeps changing.
@@ -58,23 +60,6 @@ MOST_ITEMS = 100
 SIZES = tuple(sorted({base << power for power in range(24) for base in (2, 3)}))
 
 Randomness = Callable[[], AbstractContextManager[Any]]
-
-
-@dataclass
-class Sums:
-    """What the passes over one batch have added up so far. Private."""
-
-    rows: int = 0
-    params: Params = field(default_factory=dict)
-    captured: Params | None = None  # what CUDA graphs have added up
-    replaying: bool = False  # whether they have added records that are not counted yet
-
-    def add(self, rows: int, params: Params) -> None:
-        """Add the clipped gradients of some more records."""
-        self.rows += rows
-        for name, value in params.items():
-            self.params[name] = self.params[name] + value if name in self.params else value
-        self.replaying = False
 
 
 class Found(NamedTuple):
@@ -153,7 +138,9 @@ class _Graphs:
         batch of a kind runs eagerly: that finds how the function can be run, and compiles kernels.
         """
         device = tensors_of(batch)[0].device
-        if self.why_not is not None or not _captures(device) or not _comparable(arguments, batch):
+        if device.type != DEVICE:
+            return None
+        if self.why_not is not None or not _comparable(arguments, batch):
             return None
         room = self._room(count, most)
         kind = (
@@ -676,10 +663,6 @@ def _globals_in(code: CodeType) -> list[str]:
     own = [one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"]
     inner = [_globals_in(one) for one in code.co_consts if isinstance(one, CodeType)]
     return [*own, *(name for names in inner for name in names)]
-
-
-def _captures(device: torch.device) -> bool:
-    return device.type == "cuda"
 
 
 def _named(batch: Any) -> Any:

@@ -271,6 +271,7 @@ class PrivacyEngine(PrivateLoop):
         self._loader = PrivateLoader(data_loader, sampler, self, units.length)
         if self._private_steps:
             self._loader.collate_alone()
+            self._watcher.detach()
         averages = gate.averages if isinstance(gate, BlockGate) else ()
         self._weights = ModuleWeights(module, optimizer, averages)
         if mechanism.charges_accepted:

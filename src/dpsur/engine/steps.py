@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpsur.engine import captured
 from dpsur.engine.captured import CallGraphs, GradientGraphs
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.loader import (
@@ -409,6 +410,7 @@ class PrivateLoop:
                     "declare private steps before the loop"
                 )
             self._loader.collate_alone()
+            self._watcher.detach()  # which sees no more records
         self._private_steps.append(step)
         return step
 
@@ -450,10 +452,7 @@ class PrivateLoop:
         watcher.check_interrupted()
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         parts = []
-        with (
-            self.final_refusals(),
-            watcher.paused(),
-        ):
+        with self.final_refusals():
             for sums, losses, figures in self._gradients(step, found, args, kwargs):
                 parts.append((losses, figures))
                 watcher.sums.add(len(losses), sums)
@@ -489,18 +488,19 @@ class PrivateLoop:
         def function(one: Any, *args: Any, **kwargs: Any) -> Any:
             return step.function(self._module, one, *args, **kwargs)
 
-        graphs = self._graphs.setdefault(
-            step,
-            GradientGraphs(
-                function,
-                step.function,
-                records,
-                watcher.clip,
-                self.layer_randomness,
-                self._sample,
-                lambda: watcher.max_grad_norm,
-            ),
-        )
+        graphs = None
+        if step.capture and device.type == captured.DEVICE:
+            if step not in self._graphs:
+                self._graphs[step] = GradientGraphs(
+                    function,
+                    step.function,
+                    records,
+                    watcher.clip,
+                    self.layer_randomness,
+                    self._sample,
+                    lambda: watcher.max_grad_norm,
+                )
+            graphs = self._graphs[step]
         limit = step.max_physical_batch_size or self._loader.poisson.most
         groups = groups_of(batch.to(device, non_blocking=True))
         for group in groups:
@@ -510,7 +510,7 @@ class PrivateLoop:
                 count = min(most, group.records - start)
                 some = slice(start, start + count)
                 part = map_tensors(lambda v: v[some], group.batch, otherwise=lambda v: v)  # noqa: B023
-                if step.capture:
+                if graphs is not None:
                     found = graphs.run(watcher.sums, part, count, split, args, kwargs)
                     if found is not None:
                         yield {}, *found

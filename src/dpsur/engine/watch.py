@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from dpsur.engine.captured import CallGraphs, CapturedCall, Sums, rows_with_nan
+from dpsur.engine.captured import CallGraphs, CapturedCall, rows_with_nan
 from dpsur.engine.loss_graph import REMEDY, Cut, calls_meet, check_loss_graph
 from dpsur.engine.sharding import Sharding
+from dpsur.engine.weights import TrainedModule, check_all_used
 from dpsur.errors import CouplingError, StepError, UnsupportedModelError
 from dpsur.functional.problem import Arguments, use_weights
-from dpsur.functional.process_settings import precision, widen
-from dpsur.functional.tree import Params, describe_rows, empty_like, map_tensors, tensors_of
+from dpsur.functional.process_settings import precision
+from dpsur.functional.tree import Params, describe_rows, map_tensors, tensors_of
 from dpsur.per_example.clipping import clip_tape
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.record_level import only_trusted_rules
@@ -63,85 +63,11 @@ class WatchedCall:
     given: list[Tensor] = field(default_factory=list)
 
 
-class Gradients:
-    """What stands in `.grad`: zeros after a backward pass, the private gradient after a step."""
-
-    def __init__(self, trained: dict[str, nn.Parameter]) -> None:
-        self._trained = trained
-        self._grads: dict[str, tuple[Tensor, int]] = {}
-
-    def mark(self, unwatched: str | None) -> None:
-        """Put zeros into `.grad`, where other code that clips or adds gradients leaves a trace."""
-        self.check(unwatched, cleared=True)
-        self._put(torch._foreach_zero_)
-
-    def check(self, unwatched: str | None, *, cleared: bool = False) -> None:
-        """Refuse gradients that do not come from the clipped sum, or that were changed."""
-        for name, value in self._trained.items():
-            grad = value.grad
-            if grad is None:
-                if cleared:
-                    continue
-                raise StepError(
-                    "gradients were cleared between backward() and step(); call zero_grad() "
-                    "before the forward pass"
-                )
-            ours, version = self._grads.get(name, (None, 0))
-            if grad is not ours:
-                raise StepError(
-                    f"parameter {name} has a gradient that was not clipped per record: "
-                    + (unwatched or "it was used outside of the model's own call")
-                )
-            if not cleared and grad._version != version:
-                raise StepError(
-                    f"the gradient of {name} was changed between backward() and step() (by "
-                    "clip_grad_norm_, a GradScaler or another library); remove that: the private "
-                    "gradient is made in step() and is clipped per record already"
-                )
-
-    def check_others(self, optimizer: Optimizer) -> None:
-        """Refuse gradients of parameters that are not trained here: they have no noise."""
-        trained = {id(value) for value in self._trained.values()}
-        for group in optimizer.param_groups:
-            for value in group["params"]:
-                if id(value) in trained or value.grad is None or not value.grad.any():
-                    continue
-                raise StepError(
-                    f"the optimizer has a parameter of shape {tuple(value.shape)} that was added "
-                    "or frozen, with a gradient that is neither clipped nor noisy; give it another "
-                    "optimizer, or build the model first, then call make_private"
-                )
-
-    def write(self, gradients: Params, sharding: Sharding | None) -> None:
-        """Hand the private gradient to the optimizer."""
-
-        def copy(grads: list[Tensor]) -> None:
-            if sharding is None:
-                torch._foreach_copy_(grads, [gradients[name] for name in self._trained])
-                return
-            for name, grad in zip(self._trained, grads, strict=True):
-                grad.copy_(sharding.distribute(name, gradients[name]))
-
-        self._put(copy)
-
-    def _put(self, fill: Callable[[list[Tensor]], None]) -> None:
-        """Fill all gradients at once, and note what they are now."""
-        grads = [
-            self._grads[name][0] if name in self._grads else torch.zeros_like(value)
-            for name, value in self._trained.items()
-        ]
-        fill(grads)
-        for (name, value), grad in zip(self._trained.items(), grads, strict=True):
-            if value.grad is not grad:
-                value.grad = grad
-            self._grads[name] = grad, grad._version
-
-
-class Watcher:
+class Watcher(TrainedModule):
     """Watches one module. `owner` is asked before each call whether a private batch is due.
 
-    Layers draw from its random numbers. Which draws a record gets depends on its
-    place in the batch, and so on other records: nobody may know them. A program may well begin with
+    Layers draw from its random numbers. Which draws a record gets depends on its place in the
+    batch, and so on other records: nobody may know them. A program may well begin with
     `torch.manual_seed(0)`.
     """
 
@@ -154,21 +80,15 @@ class Watcher:
         owner: "PrivateLoop",
         sharding: Sharding | None = None,
     ) -> None:
-        self.module, self.trained, self.sharding = module, trained, sharding
-        self.max_grad_norm, self.loss_reduction = max_grad_norm, loss_reduction
-        self.sums = Sums()
-        self._kept_room: tuple[object, Params] | None = None  # and shapes that it is for
-        self.unwatched: str | None = None
+        super().__init__(module, trained, max_grad_norm, sharding)
+        self.loss_reduction = loss_reduction
         self._expects, self.randomness = owner.expect, owner.layer_randomness
         self._final_refusals, self._owner = owner.final_refusals, owner
-        self._names = {id(value): name for name, value in module.named_parameters()}
         self.records = RecordFunction(
             (module,), trained, None if sharding is None else sharding.tape
         )
-        self.rounded = False  # whether a call was made in bfloat16
         # of one record and of several, whose losses are not written alike
         self._factors: dict[bool, tuple[float, ...]] = {}
-        self._calls: list[WatchedCall] = []
         self._constants: dict[tuple[str, int], str] = {}  # what is no tensor in the first calls
         # how the first loss went through calls: how many, of the batch itself, and whether they met
         self._way: tuple[int, int, bool] | None = None
@@ -178,7 +98,6 @@ class Watcher:
         self._busy = False
         self._sharded = ExitStack()
         self.graphs: CallGraphs | None = None
-        self.gradients = Gradients(trained)
         # before hooks of others, such as those by which FSDP gathers weights
         self._handle = module.register_forward_pre_hook(self._enter, prepend=True)
         held = vars(module)
@@ -200,6 +119,7 @@ class Watcher:
         """Leave the module alone from now on."""
         self._handle.remove()
         self._take_away()
+        self._watched = {}
         leave_backward(self)
 
     def _take_away(self) -> None:
@@ -374,36 +294,8 @@ class Watcher:
             )
 
         # a call whose outputs were dropped is forgotten with its graph
-        self._calls = [*[one for one in self._calls if not one.differentiated][-3:], call]
+        self.calls = [*[one for one in self.calls if not one.differentiated][-3:], call]
         return map_tensors(batched, found, otherwise=_keep)
-
-    def check_parameters(self) -> None:
-        """Refuse a module whose parameters are no longer those of the set-up."""
-        if self.sharding is not None:
-            self.sharding.reshard()
-        now = dict(self.module.named_parameters())
-        for name, value in self.trained.items():
-            if now.get(name) is not value:
-                raise StepError(
-                    f"parameter {name} was replaced or removed after make_private, so the "
-                    "optimizer trains another one; build the model first, then call make_private"
-                )
-            if not value.requires_grad:
-                raise StepError(
-                    f"parameter {name} was frozen after make_private; call make_private again"
-                )
-        for name, value in now.items():
-            if id(value) not in self._names:
-                raise StepError(
-                    f"parameter {name} was added after make_private and would not be trained; "
-                    "build the model first, then call make_private"
-                )
-            if value.requires_grad and name not in self.trained:
-                raise StepError(
-                    f"parameter {name} requires a gradient but is not in the optimizer, so it "
-                    "takes no part in the clipped sum; freeze it with requires_grad_(False), or "
-                    "add it to the optimizer before make_private"
-                )
 
     # The backward pass
 
@@ -411,7 +303,7 @@ class Watcher:
         """The watched calls that a loss depends on; those that feed others come after them."""
         if loss.grad_fn is None:
             return []
-        calls = {key: call for call in self._calls for key in call.cut}
+        calls = {key: call for call in self.calls for key in call.cut}
         found: list[WatchedCall] = []
         ahead = [[loss]] if calls else []
         while ahead:
@@ -525,7 +417,7 @@ class Watcher:
             else:
                 tapes.append(call.tape)
         if keep is None:
-            _check_all_used(*tapes)
+            check_all_used(*tapes)
         sums: Params = {}
         for tape in tapes:
             for name, total in clip_tape(
@@ -556,71 +448,6 @@ class Watcher:
         finally:
             vars(self.module).update(self._watched)
             self._busy = False
-
-    def clip(
-        self,
-        tape: Tape,
-        keep: Tensor | None = None,
-        totals: Params | None = None,
-        scale: float | Tensor | None = None,
-    ) -> Params:
-        """Sums of the gradients of a tape's records, each clipped to the norm bound.
-
-        Only records count that `keep` names. With `totals` the sums are added to these. `scale` is
-        what each gradient on the tape has to be multiplied by.
-        """
-        with torch.no_grad(), precision(tf32=False):
-            tape.carry_back()
-        _check_all_used(tape)
-        return dict(
-            clip_tape(
-                tape,
-                tape.params,
-                self.max_grad_norm,
-                keep=keep,
-                scale=scale,
-                places=self._room() if totals is None else totals,
-                add=totals is not None,
-            )
-        )
-
-    def _room(self) -> Params | None:
-        """Where the first sums of a batch go on a CPU: side by side, in memory that is kept.
-
-        So noise needs no copy of them, and the system has no memory to clear. Private: what
-        parameters have as their gradient is a copy.
-        """
-        first = next(iter(self.trained.values()))
-        if self.sums.params or self.sharding is not None or first.device.type != "cpu":
-            return None
-        shapes = [(value.shape, value.dtype) for value in self.trained.values()]
-        if self._kept_room is None or self._kept_room[0] != shapes:
-            like = {name: widen(value.detach()) for name, value in self.trained.items()}
-            self._kept_room = shapes, empty_like(like)
-        return self._kept_room[1]
-
-    def take(self) -> Params:
-        """The clipped sums of the batch, which are forgotten here."""
-        sums, self.sums, self._calls = self.sums, Sums(), []
-        for name, value in (sums.captured or {}).items():
-            sums.params[name] = sums.params[name] + value if name in sums.params else value
-        return {
-            name: found
-            if (found := sums.params.get(name)) is not None
-            else torch.zeros_like(value.detach())
-            for name, value in self.trained.items()
-        }
-
-    def check_interrupted(self) -> None:
-        """Refuse to continue where a graph may have added records that were not counted."""
-        if self.sums.replaying:
-            raise StepError(
-                "a step was interrupted while it added up gradients, so that its records could "
-                "count twice; iterate over the loader again, which draws the batch anew"
-            )
-
-    def forget(self) -> None:
-        self.sums, self._calls = Sums(), []
 
 
 class WatchedForward:
@@ -676,18 +503,6 @@ def _under(tensors: list[Tensor], calls: Mapping[tuple[Any, int], _T]) -> list[_
             seen.update(new)
             ahead += new
     return found
-
-
-def _check_all_used(*tapes: Tape) -> None:
-    if any(tape.incomplete for tape in tapes):
-        return
-    used = {name for tape in tapes for name, kept in tape.contributions.items() if kept}
-    missing = next((name for name in tapes[0].params if name not in used), None)
-    if missing is not None:
-        raise StepError(
-            f"parameter {missing} took no part in the loss, so noise alone would train it; "
-            "freeze it with requires_grad_(False) before make_private"
-        )
 
 
 def _hooks(value: Tensor) -> int:

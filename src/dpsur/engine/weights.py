@@ -1,4 +1,4 @@
-"""A module's weights, and its `torch.optim` optimizer whose `step` is a private step.
+"""A module's weights, what a batch adds up for them, and an optimizer whose step is private.
 
 The optimizer stays the object that it is and gets another class (`make_private_optimizer`). It
 updates the weights in place. `ModuleUpdates` is to a custom loop what `GradientProposer` is to
@@ -11,7 +11,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -21,14 +21,16 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpsur.distributed import Reduction
-from dpsur.engine.watch import Watcher
+from dpsur.engine.sharding import Sharding
 from dpsur.errors import CheckpointError, InvalidInputError, StepError
-from dpsur.functional.tree import Params
+from dpsur.functional.process_settings import precision, widen
+from dpsur.functional.tree import Params, empty_like
 from dpsur.mechanism import gaussian
 from dpsur.mechanism.proposer import GradientSource
 from dpsur.mechanism.state import START, Candidate, OptimizerState, State
 from dpsur.mechanism.streams import NOISE, Draws
-from dpsur.per_example.clipping import ClippedSum
+from dpsur.per_example.clipping import ClippedSum, clip_tape
+from dpsur.per_example.tape import Tape
 from dpsur.privacy.events import NonPrivate, SampledGaussian, Step, Trial
 
 if TYPE_CHECKING:
@@ -146,6 +148,230 @@ def _let_schedulers_know(optimizer: Optimizer) -> None:
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = step  # type: ignore[method-assign]
+
+
+@dataclass
+class Sums:
+    """What the passes over one batch have added up so far. Private."""
+
+    rows: int = 0
+    params: Params = field(default_factory=dict)
+    captured: Params | None = None  # what CUDA graphs have added up
+    replaying: bool = False  # whether they have added records that are not counted yet
+
+    def add(self, rows: int, params: Params) -> None:
+        """Add the clipped gradients of some more records."""
+        self.rows += rows
+        for name, value in params.items():
+            self.params[name] = self.params[name] + value if name in self.params else value
+        self.replaying = False
+
+
+class Gradients:
+    """What stands in `.grad`: zeros after a backward pass, the private gradient after a step."""
+
+    def __init__(self, trained: dict[str, nn.Parameter]) -> None:
+        self._trained = trained
+        self._grads: dict[str, tuple[Tensor, int]] = {}
+
+    def mark(self, unwatched: str | None) -> None:
+        """Put zeros into `.grad`, where other code that clips or adds gradients leaves a trace."""
+        self.check(unwatched, cleared=True)
+        self._put(torch._foreach_zero_)
+
+    def check(self, unwatched: str | None, *, cleared: bool = False) -> None:
+        """Refuse gradients that do not come from the clipped sum, or that were changed."""
+        for name, value in self._trained.items():
+            grad = value.grad
+            if grad is None:
+                if cleared:
+                    continue
+                raise StepError(
+                    "gradients were cleared between backward() and step(); call zero_grad() "
+                    "before the forward pass"
+                )
+            ours, version = self._grads.get(name, (None, 0))
+            if grad is not ours:
+                raise StepError(
+                    f"parameter {name} has a gradient that was not clipped per record: "
+                    + (unwatched or "it was used outside of the model's own call")
+                )
+            if not cleared and grad._version != version:
+                raise StepError(
+                    f"the gradient of {name} was changed between backward() and step() (by "
+                    "clip_grad_norm_, a GradScaler or another library); remove that: the private "
+                    "gradient is made in step() and is clipped per record already"
+                )
+
+    def check_others(self, optimizer: Optimizer) -> None:
+        """Refuse gradients of parameters that are not trained here: they have no noise."""
+        trained = {id(value) for value in self._trained.values()}
+        for group in optimizer.param_groups:
+            for value in group["params"]:
+                if id(value) in trained or value.grad is None or not value.grad.any():
+                    continue
+                raise StepError(
+                    f"the optimizer has a parameter of shape {tuple(value.shape)} that was added "
+                    "or frozen, with a gradient that is neither clipped nor noisy; give it another "
+                    "optimizer, or build the model first, then call make_private"
+                )
+
+    def write(self, gradients: Params, sharding: Sharding | None) -> None:
+        """Hand the private gradient to the optimizer."""
+
+        def copy(grads: list[Tensor]) -> None:
+            if sharding is None:
+                torch._foreach_copy_(grads, [gradients[name] for name in self._trained])
+                return
+            for name, grad in zip(self._trained, grads, strict=True):
+                grad.copy_(sharding.distribute(name, gradients[name]))
+
+        self._put(copy)
+
+    def _put(self, fill: Callable[[list[Tensor]], None]) -> None:
+        """Fill all gradients at once, and note what they are now."""
+        grads = [
+            self._grads[name][0] if name in self._grads else torch.zeros_like(value)
+            for name, value in self._trained.items()
+        ]
+        fill(grads)
+        for (name, value), grad in zip(self._trained.items(), grads, strict=True):
+            if value.grad is not grad:
+                value.grad = grad
+            self._grads[name] = grad, grad._version
+
+
+class TrainedModule:
+    """A module whose parameters are trained, and what the batch at hand has added up.
+
+    Attributes:
+        unwatched: why no gradient of a record was seen, in words, where that is known.
+        rounded: whether a layer has rounded to bfloat16.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trained: dict[str, nn.Parameter],
+        max_grad_norm: float,
+        sharding: Sharding | None = None,
+    ) -> None:
+        self.module, self.trained, self.sharding = module, trained, sharding
+        self.max_grad_norm = max_grad_norm
+        self.sums, self.gradients = Sums(), Gradients(trained)
+        self.calls: list[Any] = []  # of the module, whose backward pass has not come yet
+        self.unwatched: str | None = None
+        self.rounded = False
+        self._names = {id(value): name for name, value in module.named_parameters()}
+        self._kept_room: tuple[object, Params] | None = None  # and shapes that it is for
+
+    def check_parameters(self) -> None:
+        """Refuse a module whose parameters are no longer those of the set-up."""
+        if self.sharding is not None:
+            self.sharding.reshard()
+        now = dict(self.module.named_parameters())
+        for name, value in self.trained.items():
+            if now.get(name) is not value:
+                raise StepError(
+                    f"parameter {name} was replaced or removed after make_private, so the "
+                    "optimizer trains another one; build the model first, then call make_private"
+                )
+            if not value.requires_grad:
+                raise StepError(
+                    f"parameter {name} was frozen after make_private; call make_private again"
+                )
+        for name, value in now.items():
+            if id(value) not in self._names:
+                raise StepError(
+                    f"parameter {name} was added after make_private and would not be trained; "
+                    "build the model first, then call make_private"
+                )
+            if value.requires_grad and name not in self.trained:
+                raise StepError(
+                    f"parameter {name} requires a gradient but is not in the optimizer, so it "
+                    "takes no part in the clipped sum; freeze it with requires_grad_(False), or "
+                    "add it to the optimizer before make_private"
+                )
+
+    def clip(
+        self,
+        tape: Tape,
+        keep: Tensor | None = None,
+        totals: Params | None = None,
+        scale: float | Tensor | None = None,
+    ) -> Params:
+        """Sums of the gradients of a tape's records, each clipped to the norm bound.
+
+        Only records count that `keep` names. With `totals` the sums are added to these. `scale` is
+        what each gradient on the tape has to be multiplied by.
+        """
+        with torch.no_grad(), precision(tf32=False):
+            tape.carry_back()
+        check_all_used(tape)
+        return dict(
+            clip_tape(
+                tape,
+                tape.params,
+                self.max_grad_norm,
+                keep=keep,
+                scale=scale,
+                places=self._room() if totals is None else totals,
+                add=totals is not None,
+            )
+        )
+
+    def _room(self) -> Params | None:
+        """Where the first sums of a batch go on a CPU: side by side, in memory that is kept.
+
+        So noise needs no copy of them, and the system has no memory to clear. Private: what
+        parameters have as their gradient is a copy.
+        """
+        first = next(iter(self.trained.values()))
+        if self.sums.params or self.sharding is not None or first.device.type != "cpu":
+            return None
+        shapes = [(value.shape, value.dtype) for value in self.trained.values()]
+        if self._kept_room is None or self._kept_room[0] != shapes:
+            like = {name: widen(value.detach()) for name, value in self.trained.items()}
+            self._kept_room = shapes, empty_like(like)
+        return self._kept_room[1]
+
+    def take(self) -> Params:
+        """The clipped sums of the batch, which are forgotten here."""
+        sums = self.sums
+        self.forget()
+        for name, value in (sums.captured or {}).items():
+            sums.params[name] = sums.params[name] + value if name in sums.params else value
+        return {
+            name: found
+            if (found := sums.params.get(name)) is not None
+            else torch.zeros_like(value.detach())
+            for name, value in self.trained.items()
+        }
+
+    def check_interrupted(self) -> None:
+        """Refuse to continue where a graph may have added records that were not counted."""
+        if self.sums.replaying:
+            raise StepError(
+                "a step was interrupted while it added up gradients, so that its records could "
+                "count twice; iterate over the loader again, which draws the batch anew"
+            )
+
+    def forget(self) -> None:
+        """Drop what the batch at hand has added up."""
+        self.sums, self.calls = Sums(), []
+
+
+def check_all_used(*tapes: Tape) -> None:
+    """Refuse a parameter that no layer has used."""
+    if any(tape.incomplete for tape in tapes):
+        return
+    used = {name for tape in tapes for name, kept in tape.contributions.items() if kept}
+    missing = next((name for name in tapes[0].params if name not in used), None)
+    if missing is not None:
+        raise StepError(
+            f"parameter {missing} took no part in the loss, so noise alone would train it; "
+            "freeze it with requires_grad_(False) before make_private"
+        )
 
 
 @dataclass(frozen=True)
@@ -290,7 +516,7 @@ class ModuleGradient(GradientSource):
     drawn the batch of this step.
     """
 
-    watcher: Watcher
+    watcher: TrainedModule
     update: SampledGaussian | NonPrivate
     expected: float  # size of a batch
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dpsur.functional.process_settings import widen
+from dpsur.per_example.kernels import products as tensor_cores
 from dpsur.per_example.kernels.fused import inner_norms, product_norms, weighted_rows
 from dpsur.per_example.kernels.products import batched_product, weighted_product
 
@@ -320,7 +321,7 @@ class Products(Contribution):
     def weighted_sum_into(self, place: Tensor, factors: Factors, *, add: bool = False) -> Tensor:
         inputs, outputs = self.inputs, self.outputs
         matrix = place.view(outputs.shape[2], inputs.shape[2])
-        if weighted_product(
+        if inputs.device.type == tensor_cores.DEVICE and weighted_product(
             outputs.flatten(0, 1), inputs.flatten(0, 1), factors.values, matrix, add=add
         ):
             return place
@@ -417,7 +418,9 @@ class Outer(Contribution):
     def weighted_sum_into(self, place: Tensor, factors: Factors, *, add: bool = False) -> Tensor:
         values, inputs = self.output.values, self.inputs
         matrix = place.view(values.shape[1], inputs.shape[1])
-        if not weighted_product(values, inputs, factors.values, matrix, add=add):
+        if inputs.device.type != tensor_cores.DEVICE or not weighted_product(
+            values, inputs, factors.values, matrix, add=add
+        ):
             scaled = self.output.scaled(factors)
             _multiply_into(matrix, scaled.mT, factors.clean(widen(inputs)), add=add)
         return place

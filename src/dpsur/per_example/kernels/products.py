@@ -26,6 +26,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from dpsur.functional.process_settings import precision, tf32_is_forbidden, widen
 from dpsur.per_example.kernels.fused import READABLE, split_matrix
 
+DEVICE = "cuda"  # of which there are tensor cores
 # Where TF32 is at least five times as fast as float32: A100, H100 and H200, B200.
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
 # Splitting a matrix moves numbers: products must be this large in all directions for it to pay.
@@ -76,7 +77,7 @@ def launches_are_captured() -> Iterator[None]:
 def pays(rows: int, inner: int, columns: int, *factors: Tensor) -> bool:
     """Whether a product of two matrices of these sizes is faster on tensor cores."""
     for value in factors:
-        if type(value) not in (Tensor, nn.Parameter) or value.device.type != "cuda":
+        if type(value) not in (Tensor, nn.Parameter) or value.device.type != DEVICE:
             return False
         if value.dtype not in READABLE:
             return False

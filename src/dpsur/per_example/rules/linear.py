@@ -1,6 +1,6 @@
 """Linear layers, on single vectors and on sequences of them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,11 @@ def frozen_linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
     """A linear layer that is not trained, as beside adapters."""
     if tape.slot(input) is not None:  # a parameter, which operations follow through functions
         return F.linear(input, module.weight, module.bias)
-    return products.linear(input, module.weight, module.bias)
+    return _linear(input)(input, module.weight, module.bias)
+
+
+def _linear(x: Tensor) -> Callable[..., Tensor]:
+    return products.linear if x.device.type == products.DEVICE else F.linear
 
 
 def linear_map(
@@ -42,7 +46,7 @@ def linear_map(
 ) -> Tensor:
     """A linear map by a weight and a bias or by some of their rows."""
     x = as_autocast_sees(x)
-    output = products.linear(
+    output = _linear(x)(
         x,
         weight if weight_rows is None else weight[slice(*weight_rows)],
         bias if bias is None or bias_rows is None else bias[slice(*bias_rows)],
