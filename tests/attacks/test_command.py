@@ -140,3 +140,64 @@ def test_tables_are_attacked_and_audited(table, tmp_path, capsys):
     printed = capsys.readouterr()
     assert "not contradicted" in printed.out
     assert "updates at noise multiplier" in printed.err
+
+
+@pytest.fixture
+def visits(tmp_path):
+    """Two tables of other persons, and the words that name them."""
+    draws = np.random.default_rng(0)
+    for name, people in (("in", range(60)), ("out", range(60, 100))):
+        whose = [person for person in people for _ in range(1 + person % 5)]
+        ages = draws.integers(18, 95, len(whose))
+        rows = [f"p{who},{age},{int(age > 60)}" for who, age in zip(whose, ages, strict=True)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["who,age,back", *rows]))
+    schema = dpsur.Schema({"age": dpsur.Number(18, 95)}, {"back": dpsur.Category([0, 1])})
+    schema.save(tmp_path / "p.json")
+    task = ["--task", f"csv:{tmp_path / 'in.csv'}", "--schema", str(tmp_path / "p.json")]
+    return [*task, "--group-by", "who", "--delta", "1e-3", "--device", "cpu"]
+
+
+def found_by(command, capsys):
+    capsys.readouterr()
+    assert main([*command, "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_persons_are_attacked_and_audited(visits, tmp_path, capsys):
+    for more in ([], ["--method", "dpsgd", "--updates", "3", "--records-per-person", "2"]):
+        words = [word for word in visits if more or word not in ("--delta", "1e-3")]
+        found = found_by(["attack", *words, "--epochs", "2", *more], capsys)
+        assert set(found["attacks"]) == {"gap", "confidence", "confidence, shuffled"}
+        assert {one["members"] for one in found["attacks"].values()} == {10}  # persons
+        assert {one["others"] for one in found["attacks"].values()} == {10}
+    test, out = ["--test", str(tmp_path / "out.csv")], str(tmp_path / "run")
+    assert main(["train", *visits, *test, "--out", out, "--quiet"]) == 0
+    release = [word for word in visits if word not in ("--delta", "1e-3")]
+    found = found_by(["attack", "--release", out, *release, *test], capsys)
+    assert {one["members"] for one in found["attacks"].values()} == {40}
+    audit = found_by(["audit", *visits, "--count", "40", "--updates", "3"], capsys)
+    assert audit["details"]["records_per_person"] == 16
+    assert main(["attack", "--release", out, *release, *test]) == 0
+    assert "attacks on persons" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-records", "30"], "parts the records of a person"),
+        (["--attacks", "rmia-online"], "of the records, not of the persons"),
+        (["--group-by", "age"], "names persons and is an input"),
+    ],
+)
+def test_what_parts_the_records_of_a_person_is_refused(options, message, visits, capsys):
+    assert main(["attack", *visits, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_persons_of_a_release_are_compared_with_others(visits, tmp_path, capsys):
+    out = str(tmp_path / "run")
+    assert main(["train", *visits, "--out", out, "--quiet"]) == 0
+    for test, message in (("in.csv", "records in both files"), (None, "no test records")):
+        more = [] if test is None else ["--test", str(tmp_path / test)]
+        assert main(["attack", "--release", out, *visits, *more]) == 2
+        assert message in capsys.readouterr().err

@@ -242,7 +242,7 @@ def test_a_stale_loss_breaks_its_claim():
     assert off(checked, stale) > 5
 
 
-def audit_of_persons(records_each=4):
+def audit_of_persons(records_each=4, persons=None):
     method = plain(batch_size=150, updates=40, gate="none", max_grad_norm=0.1)
     return audit_training(
         small_model(),
@@ -254,6 +254,7 @@ def audit_of_persons(records_each=4):
         planter=gradient_canaries(600, 0.1),
         subject="persons",
         records_per_person=records_each,
+        persons=persons,
     )
 
 
@@ -263,7 +264,25 @@ def test_canary_persons_do_not_contradict_a_claim_for_persons():
     assert found.details["records_per_person"] == 4
 
 
-def test_clipping_by_record_contradicts_a_claim_for_persons(monkeypatch):
+def test_canary_persons_are_planted_among_persons(monkeypatch):
+    seen = []
+    real = building.choose_records
+    monkeypatch.setattr(
+        building, "choose_records", lambda *given: seen.append(given) or real(*given)
+    )
+    whose = torch.arange(len(blobs())) // 3
+    assert audit_of_persons(persons=whose).verdict == NOT_CONTRADICTED
+    ((examples, groups),) = seen
+    assert torch.equal(groups.person[: len(whose)], whose)
+    canaries = groups.person[len(whose) :]
+    assert groups.records_each == 4
+    assert int(canaries.min()) == int(whose.max()) + 1
+    assert set(torch.bincount(canaries - canaries.min()).tolist()) == {4}
+    assert len(examples) == len(groups.person)
+
+
+@pytest.mark.parametrize("among", [False, True], ids=["copies", "persons"])
+def test_clipping_by_record_contradicts_a_claim_for_persons(among, monkeypatch):
     """Records are persons of their own to the training, and not to the claim."""
     real = building.choose_records
 
@@ -271,4 +290,5 @@ def test_clipping_by_record_contradicts_a_claim_for_persons(monkeypatch):
         return real(examples, Groups(torch.arange(len(examples)), 1))
 
     monkeypatch.setattr(building, "choose_records", alone)
-    assert audit_of_persons(16).verdict == CONTRADICTED
+    persons = torch.arange(len(blobs())) if among else None
+    assert audit_of_persons(16, persons).verdict == CONTRADICTED

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from dpsur.attacks.score_attacks import (
     train_shadows,
     true_probability,
 )
-from dpsur.attacks.targets import Split, as_many
+from dpsur.attacks.targets import Split
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
 from dpsur.status import status
@@ -81,13 +82,15 @@ def attack_trained(
     shadow_models: int,
 ) -> AttackScores:
     """Attack a target of this split; `trainer` makes the shadow models that some attacks need."""
-    members = as_many(split.target_train, len(split.target_test), seed)
+    members = split.members(seed)
     sides = split.examples(members), split.examples(split.target_test)
     scores = attack_answers(target, *sides, names, seed)
     if any(name in BY_SHADOWS for name in names):
         found = _by_shadows(split, trainer, target, members, seed, shadow_models)
         for name in names:
             scores |= found.get(name, {})
+    if split.persons is not None:
+        scores = on_persons(scores, split.persons[members], split.persons[split.target_test], seed)
     return AttackScores.of(
         target, split.examples(split.target_train), split.examples(split.target_test), scores
     )
@@ -104,6 +107,22 @@ def attack_answers(
         attack = partial(confidence_attack, target)
         scores |= with_control("confidence", attack, members, others, seed)
     return scores
+
+
+def on_persons(
+    scores: dict[str, Scores], members: Tensor, others: Tensor, seed: int
+) -> dict[str, Scores]:
+    """The same attacks on the persons of these records; controls draw persons by lot."""
+    found: dict[str, Scores] = {}
+    for name, of_records in scores.items():
+        if name.endswith(SHUFFLED):
+            of_persons = found[name.removesuffix(SHUFFLED)]
+            both = np.concatenate([of_persons.members, of_persons.others])
+            lots = torch.randperm(len(both), generator=torch.Generator().manual_seed(seed))
+            found[name] = Scores.apart(both, (lots < len(of_persons.members)).numpy())
+        else:
+            found[name] = of_records.of_persons(members.numpy(), others.numpy())
+    return found
 
 
 def with_control(

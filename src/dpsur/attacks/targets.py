@@ -13,6 +13,7 @@ from dpsur.attacks.models import ManyModels, Models, Recipe, SeparateModels
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
+from dpsur.functional.persons import DEFAULT_RECORDS, Groups, numbered
 from dpsur.functional.records import Examples
 from dpsur.methods import Method
 from dpsur.networks import build_network, takes
@@ -27,26 +28,52 @@ SHARES = (2, 1, 2, 1)
 
 @dataclass(frozen=True)
 class Split:
-    """Rows of the pool: what the target and the shadow model are trained and tested on."""
+    """Rows of the pool: what the target and the shadow model are trained and tested on.
+
+    With `persons`, a number for every record, all records of a person are in one part.
+    """
 
     pool: Examples
     target_train: Tensor
     target_test: Tensor
     shadow_train: Tensor
     shadow_test: Tensor
+    persons: Tensor | None = None
+
+    def members(self, seed: int) -> Tensor:
+        """Rows that the target was trained on, of as many records or persons as it was not."""
+        if self.persons is None:
+            return as_many(self.target_train, len(self.target_test), seed)
+        count = count_persons(self.persons[self.target_test])
+        return self.target_train[whole_persons(self.persons[self.target_train], count, seed)]
 
     def examples(self, rows: Tensor) -> Examples:
         return self.pool.select(rows.to(self.pool.inputs.device))
 
 
-def split_pool(pool: Examples, seed: int) -> Split:
-    if len(pool) < sum(SHARES):
-        raise InvalidInputError(f"a pool of {len(pool)} records cannot be cut into four parts")
-    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))
-    part = len(pool) / sum(SHARES)
+def split_pool(pool: Examples, seed: int, persons: Tensor | None = None) -> Split:
+    count = len(pool) if persons is None else int(persons.max()) + 1
+    if count < sum(SHARES):
+        unit = "records" if persons is None else "persons"
+        raise InvalidInputError(f"a pool of {count} {unit} cannot be cut into four parts")
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    part = count / sum(SHARES)
     ends = [round(part * sum(SHARES[: k + 1])) for k in range(4)]
     parts = [order[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    return Split(pool, *parts)
+    if persons is not None:
+        parts = [torch.isin(persons, chosen).nonzero().flatten() for chosen in parts]
+    return Split(pool, parts[0], parts[1], parts[2], parts[3], persons)
+
+
+def count_persons(persons: Tensor) -> int:
+    """Of how many persons there are records."""
+    return len(set(persons.tolist()))
+
+
+def whole_persons(persons: Tensor, count: int, seed: int) -> Tensor:
+    """The rows of at most `count` persons, drawn at random."""
+    known = torch.tensor(sorted(set(persons.tolist())))
+    return torch.isin(persons, as_many(known, count, seed)).nonzero().flatten()
 
 
 def join(*sets: Examples) -> Examples:
@@ -156,17 +183,24 @@ class PrivateTarget:
     """Trains models as a run on a task would be, each with its own seed, side by side on a GPU.
 
     `featured` says that the pool holds the run's features already, which the models then take.
+    `persons` number the person of every record of the pool, who are then the unit of the run.
     """
 
     run: RunConfig
     device: torch.device
     featured: bool = False
+    persons: Tensor | None = None
 
     def __call__(self, pool: Examples, rows: Sequence[Tensor], seed: int) -> SeparateModels:
         """Train on each set of rows. Without `featured` the models take raw inputs."""
         sessions = []
         for index, part in enumerate(rows):
-            records = TaskRecords(pool.select(part.to(pool.inputs.device)), None, self.featured)
+            groups = None
+            if self.persons is not None:
+                most = self.run.records_per_person or DEFAULT_RECORDS
+                groups = Groups(numbered(self.persons[part]), most)
+            chosen = pool.select(part.to(pool.inputs.device))
+            records = TaskRecords(chosen, None, self.featured, groups=groups)
             run = replace(self.run, seed=1000 * seed + index, device=str(self.device))
             sessions.append(build_task_session(run, records)[0])
         models = []

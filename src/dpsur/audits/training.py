@@ -110,6 +110,7 @@ def audit_training(
     seed: int = 0,
     device: str | torch.device = "cpu",
     records_per_person: int = 1,
+    persons: Tensor | None = None,
     change: Callable[[Session], Session] | None = None,
     observers: Sequence[Observer] = (),
 ) -> Finding:
@@ -118,8 +119,10 @@ def audit_training(
     Formal guarantee: if the training has the claimed privacy, the verdict is "contradicted" with
     probability at most 1 - confidence. With several `records_per_person` every record, canaries
     too, becomes a person who has it so many times, and what is claimed is claimed for persons:
-    whoever clips each of a person's records shows them as often. `change` replaces what runs, but
-    not what is claimed: a test breaks a training with it, to see that the audit notices.
+    whoever clips each of a person's records shows them as often. With `persons`,
+    a number for every record, only canaries become such persons, and others keep their records.
+    `change` replaces what runs, but not what is claimed: a test breaks a training with it, to see
+    that the audit notices.
     """
     if not 0 < confidence < 1:
         raise InvalidInputError(f"confidence must be in (0, 1), got {confidence}")
@@ -136,10 +139,15 @@ def audit_training(
         device=str(device),
     )
     train, groups = planted.train, None
-    if records_per_person > 1:
-        persons = torch.arange(len(train)).repeat_interleave(records_per_person)
-        train = train.select(persons.to(train.targets.device))
-        groups = Groups(persons, records_per_person)
+    if records_per_person > 1 or persons is not None:
+        whose, times = torch.arange(len(train)), torch.tensor(records_per_person)
+        if persons is not None:  # canaries come last
+            canaries = torch.arange(len(train) - len(persons))
+            whose = torch.cat([persons, persons.max() + 1 + canaries])
+            times = torch.where(torch.arange(len(train)) < len(persons), 1, records_per_person)
+        rows = torch.arange(len(train)).repeat_interleave(times)
+        train = train.select(rows.to(train.targets.device))
+        groups = Groups(whose[rows], records_per_person)
     session = build_session(config, planted.model, train, loss=planted.loss, groups=groups)
     progress = (session if change is None else change(session)).run(observers)
     of_records = replace(session.problem, loss=record_loss(session.problem.loss))
@@ -164,7 +172,7 @@ def audit_training(
             "guesses": [[g.made, g.correct] for g in found.guesses],
             "updates": session.plan.length,
             "records": len(planted.train),
-            **({"records_per_person": records_per_person} if records_per_person > 1 else {}),
+            **({} if groups is None else {"records_per_person": records_per_person}),
             "seed": seed,
         },
     )

@@ -16,14 +16,16 @@ from dpsur.attacks.suite import (
     attack_answers,
     attack_target,
     check_attacks,
+    on_persons,
 )
 from dpsur.attacks.targets import (
     PrivateTarget,
-    as_many,
     attacked_pool,
+    count_persons,
     plain_features,
     plain_trainer,
     split_pool,
+    whole_persons,
 )
 from dpsur.cli.parser import figure_path
 from dpsur.cli.run_options import (
@@ -45,6 +47,7 @@ from dpsur.runs.release import read_release
 from dpsur.runs.tasks import subset
 from dpsur.status import silenced
 from dpsur.tasks import OWN, TASKS, Task, task_named
+from dpsur.tasks.tables import other_persons
 
 DESCRIPTION = """\
 Who was in the training set?
@@ -53,12 +56,14 @@ Who was in the training set?
   dpsur attack --method dpsgd --epsilon 3
   dpsur attack --release run                       what `dpsur train` released
   dpsur attack --release run --task csv:people.csv --schema people.json
+  dpsur attack --task csv:visits.csv --schema visits.json --group-by patient --method dpsgd
 
 The records are split at random 2:1:2:1: the target is trained on the first part, the second are
 non-members, and shadow models are trained on random parts of all. Lines marked "shuffled" are
 controls: the same attack on random membership labels, which must find nothing. For a release the
 training records are members and the test records are not; only gap and confidence, which train no
-model, are run on it.
+model, are run on it. With --group-by the attacks are on persons, by the mean score of each one's
+records: a person is in one part with all of them, and private targets protect persons.
 """
 WITHOUT_TRAINING = ("gap", "confidence")
 ALL = "all"
@@ -76,7 +81,10 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help=f"names separated by commas, or all (default: {','.join(WITHOUT_TRAINING)})",
     )
     parser.add_argument("--release", metavar="DIR", help="attack a release instead of a new target")
-    add_data_options(parser)
+    add_data_options(parser, persons=True)
+    parser.add_argument(
+        "--records-per-person", type=int, metavar="K", help="of private targets (default: 16)"
+    )
     parser.add_argument(
         "--method",
         default=Nonprivate.name,
@@ -115,6 +123,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_values(found, metrics)))
         return 0
+    if options.group_by is not None:
+        print("attacks on persons, by the mean score of each one's records")
     print(f"target: accuracy {found.train_accuracy:.2%} on its training records, ", end="")
     print(f"{found.test_accuracy:.2%} on others")
     print(f"{'attack':<24}{'accuracy':<24}{'AUC':<24}{'TPR at FPR 1%':<24}TPR at FPR 0.1%")
@@ -140,7 +150,8 @@ def _values(found: AttackScores, metrics: dict[str, AttackMetrics]) -> dict[str,
 
 def _names(options: argparse.Namespace) -> list[str]:
     """The attacks that were asked for, all of them possible."""
-    possible = list(ATTACKS if options.release is None else WITHOUT_TRAINING)
+    trains = options.release is None and options.group_by is None
+    possible = list(ATTACKS if trains else WITHOUT_TRAINING)
     if options.attacks is None:
         return list(WITHOUT_TRAINING)
     if options.attacks == ALL:
@@ -149,9 +160,12 @@ def _names(options: argparse.Namespace) -> list[str]:
     check_attacks(names)
     for name in names:
         if name not in possible:
+            why, remedy = ", which a release does not say how to do", "attack a new target"
+            if options.group_by is not None:
+                why, remedy = " on parts of the records, not of the persons", "leave out --group-by"
             raise InvalidInputError(
-                f"the attack {name} trains models, which a release does not say how to do; choose "
-                f"among {', '.join(possible)}, or attack a new target with --task and --method"
+                f"the attack {name} trains models{why}; choose among {', '.join(possible)}, or "
+                f"{remedy}"
             )
     return names
 
@@ -161,6 +175,8 @@ def _target(options: argparse.Namespace, names: list[str], device: torch.device)
     task = task_named(options.task, declared=declared)
     kind = method_named(options.method)
     usual = dict(task.settings.get(kind.name, {}))
+    if task.persons is not None and options.max_records is not None:
+        raise InvalidInputError("max_records parts the records of a person; leave it out")
     trainer: Trainer
     if kind is Nonprivate:
         if usual or given_method_options(options):
@@ -176,9 +192,12 @@ def _target(options: argparse.Namespace, names: list[str], device: torch.device)
         config = RunConfig(
             *(task.name, method, budget, options.accounting, features),
             declared=declared,
+            records_per_person=options.records_per_person,
         )
-        trainer = PrivateTarget(config, device)
-    split = split_pool(attacked_pool(task, options.max_records), options.seed)
+        trainer = PrivateTarget(config, device, persons=task.persons)
+    # whose test records are whose is not known
+    pool = attacked_pool(task, options.max_records) if task.persons is None else task.load(None)[0]
+    split = split_pool(pool, options.seed, task.persons)
     return attack_target(split, trainer, names, options.seed, options.shadow_models)
 
 
@@ -191,17 +210,32 @@ def _release(options: argparse.Namespace, names: list[str], device: torch.device
             f"{task.name} has no test records to use as non-members; name public ones with --test, "
             "or in the schema"
         )
-    train = subset(train, statement["public"].get("keep_fraction"))  # those that it was trained on
-    if "holdout" in statement:
-        train, _ = split_off(train, statement["holdout"]["fraction"])
-    count = min(len(train), len(test))
-    members = train.select(as_many(torch.arange(len(train)), count, options.seed))
-    others = test.select(as_many(torch.arange(len(test)), count, options.seed))
+    train_of, test_of = torch.arange(len(train)), torch.arange(len(test))  # whose records they are
+    if task.persons is not None:
+        if "holdout" in statement or "keep_fraction" in statement["public"]:
+            raise InvalidInputError(
+                "the release left out records of persons at random; attack records, without "
+                "--group-by"
+            )
+        rest = other_persons(options.task, declared_data(options))
+        assert rest.persons is not None
+        (test, _), train_of, test_of = rest.load(None), task.persons, rest.persons
+    else:
+        # those that it was trained on
+        train = subset(train, statement["public"].get("keep_fraction"))
+        if "holdout" in statement:
+            train, _ = split_off(train, statement["holdout"]["fraction"])
+        train_of = torch.arange(len(train))
+    count = min(count_persons(train_of), count_persons(test_of))
+    chosen, rest_of = (whole_persons(part, count, options.seed) for part in (train_of, test_of))
+    members, others = train.select(chosen), test.select(rest_of)
     model = model.to(device).eval()
     for part in (members, others):
         check_fits(model, part, task.loss, task.name)
     target = SeparateModels([model])
     scores = attack_answers(target, members, others, names, options.seed)
+    if task.persons is not None:
+        scores = on_persons(scores, train_of[chosen], test_of[rest_of], options.seed)
     return AttackScores.of(target, members, others, scores)
 
 

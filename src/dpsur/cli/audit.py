@@ -17,6 +17,7 @@ from dpsur.cli.run_options import (
     declared_data,
 )
 from dpsur.errors import InvalidInputError
+from dpsur.functional.persons import DEFAULT_RECORDS
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.methods import METHODS, Method, method_named
@@ -35,6 +36,7 @@ guess from the weights which of them were in.
   dpsur audit --epsilon 4
   dpsur audit --task npz:my.npz --method dpsur --canaries input
   dpsur audit --task csv:people.csv --schema people.json
+  dpsur audit --task csv:visits.csv --schema visits.json --group-by patient
 
 A lower bound above the claimed epsilon contradicts the claim at the stated confidence. One below it
 proves nothing. The exit status is 1 where a training under a proved accounting is contradicted.
@@ -52,7 +54,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of draws and coins (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     one = parser.add_argument_group("the training")
-    add_data_options(one)
+    add_data_options(one, persons=True)
     one.add_argument("--method", default="dpsgd", help=f"one of: {', '.join(METHODS)}")
     one.add_argument("--epsilon", type=float, default=4.0, help="claimed (default: 4)")
     one.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")
@@ -69,9 +71,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--records-per-person",
         type=int,
-        default=1,
         metavar="K",
-        help="make every record and canary a person who has it K times (default: 1)",
+        help="make every canary a person who has it K times, of whom K records are used (default: "
+        f"{DEFAULT_RECORDS} with --group-by, else 1, and every record as well)",
     )
     one.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     add_method_options(parser)
@@ -81,6 +83,8 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     checks.non_negative("seed", options.seed)
     checks.at_least_one("count", options.count)
+    if options.records_per_person is None:
+        options.records_per_person = 1 if options.group_by is None else DEFAULT_RECORDS
     checks.at_least_one("records_per_person", options.records_per_person)
     checks.probability("confidence", options.confidence)
     finding = _audit(options)
@@ -131,6 +135,7 @@ def _audit(options: argparse.Namespace) -> Finding:
             seed=options.seed,
             device=device,
             records_per_person=options.records_per_person,
+            persons=task.persons,
             observers=[bar],
         )
 

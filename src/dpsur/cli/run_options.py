@@ -46,19 +46,20 @@ def add_run_options(parser: argparse.ArgumentParser, groups: Iterable[str]) -> N
                 parser.show_in_full_help(action)
 
 
-def add_data_options(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
-    """Add `--task` and what can be declared about your records."""
+def add_data_options(
+    parser: argparse._ArgumentGroup | argparse.ArgumentParser, *, persons: bool = False
+) -> None:
+    """Add `--task` and what can be declared about your records, and whose they are."""
     parser.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
     for found in declared(Declared).values():
-        if found.name != "group_by":
+        if found.name != "group_by" or persons:
             kind, metavar = found.kind, found.field.metadata["metavar"]
             parser.add_argument(found.flag, type=kind, metavar=metavar, help=found.help)
 
 
 def declared_data(options: argparse.Namespace) -> Declared:
     """What was declared about your records."""
-    names = (name for name in declared(Declared) if name != "group_by")
-    given = {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name, None) for name in declared(Declared)}
     return Declared(**{name: value for name, value in given.items() if value is not None})
 
 

@@ -155,7 +155,27 @@ def table_path(name: str) -> Path:
     return path
 
 
+def other_persons(name: str, declared: Declared) -> Task:
+    """The test records of a table as a task of its own, with their persons, who are all others."""
+    path, schema, column = table_path(name), declared_schema(name, declared), declared.group_by
+    assert column is not None
+    _, *tested = _files(path, declared, schema)
+    if not tested:
+        raise InvalidInputError("name a file of other persons to compare with: --test FILE")
+    if set(read_values(path, column)) & set(read_values(tested[0], column)):
+        raise InvalidInputError(
+            f"some persons of column {column!r} have records in both files; compare persons that "
+            "were trained on with others"
+        )
+    return _task(name, schema, _read_files(tested, schema, column))
+
+
 def _records(path: Path, declared: Declared, schema: Schema) -> _Parts:
+    return _read_files(_files(path, declared, schema), schema, declared.group_by)
+
+
+def _files(path: Path, declared: Declared, schema: Schema) -> list[Path]:
+    """The file of a table, and that of its test records."""
     files = [path]
     if declared.test is not None:
         files.append(existing(declared.test))
@@ -169,10 +189,14 @@ def _records(path: Path, declared: Declared, schema: Schema) -> _Parts:
                 f"the schema names the test file {schema.test.file}, but there is no file "
                 f"{files[-1]}; the path is relative to the schema"
             )
+    return files
+
+
+def _read_files(files: list[Path], schema: Schema, group_by: str | None) -> _Parts:
     stats = [file.stat() for file in files]
     changes = tuple((found.st_size, found.st_mtime_ns) for found in stats)
     stored = json.dumps(schema.to_json())
-    return _read_records(tuple(files), changes, stored, declared.group_by)
+    return _read_records(tuple(files), changes, stored, group_by)
 
 
 def existing(test: str | PathLike[str]) -> Path:
