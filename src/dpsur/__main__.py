@@ -1,12 +1,28 @@
-"""The command as a process of its own: `dpsur`, or `python -m dpsur`."""
+"""The command as a process of its own: `dpsur`, or `python -m dpsur`.
+
+In a checkout of the repository it also knows the methods that the paper compares with, and the
+paper's data sets (`reproduction/`), which are not installed.
+"""
 
 import sys
+from pathlib import Path
+
+# Commands that need no method or task by name, and need not wait for them to be imported.
+_QUICK = ("account", "calibrate", "ledger", "proof", "sign", "doctor", "completion", "--version")
 
 
 def main() -> int:
     """Import the command and run it; Ctrl-C during the import is no traceback."""
     try:
         from dpsur.cli import main as run_command
+        from dpsur.cli.terminal import interrupts_exit_at_once
+
+        checkout = Path(__file__).parents[2]
+        named = "--method" in sys.argv or not any(word in _QUICK for word in sys.argv[1:2])
+        if named and (checkout / "reproduction" / "__init__.py").is_file():
+            sys.path.append(str(checkout))
+            with interrupts_exit_at_once():
+                import reproduction  # noqa: F401  registers them
 
         return run_command()
     except KeyboardInterrupt:
