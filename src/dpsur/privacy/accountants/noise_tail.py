@@ -28,9 +28,12 @@ from dpsur.privacy.events import (
 
 # A pair of draws of the transform of Box and Muller has a radius of at most sqrt(-2 log 2^-53).
 LARGEST_RADIUS = math.sqrt(106 * math.log(2))
-# Figures are computed for networks of up to so many weights, so that they need not know the
-# network. Larger ones are refused.
-MOST_WEIGHTS: Final = 2**28
+# Figures are computed for so many weights, so that they need not know the network.
+_CHARGED_WEIGHTS: Final = 2**28
+# Networks of up to so many are covered. Integer noise (`mechanism/noise_table.py`) differs from a
+# discrete Gaussian by 2^-123 a weight, which for all of these is far less than what is charged.
+# Larger ones are refused: the kernel counts a vector's numbers in 31 bits.
+MOST_WEIGHTS: Final = 2**31
 # Of Poisson weights: their mean is at most 35 where they are summed.
 _TERMS = 400
 
@@ -88,7 +91,7 @@ def _lost(event: Event, verdicts_charged: bool) -> float:
 
 
 def out_of_reach(
-    sample_rate: float, noise_multiplier: float, coordinates: int = MOST_WEIGHTS
+    sample_rate: float, noise_multiplier: float, coordinates: int = _CHARGED_WEIGHTS
 ) -> float:
     """The chance that one noisy sum is where it can be with, or without, one record only.
 
