@@ -9,11 +9,13 @@ from dpsur import checks
 from dpsur.attacks.targets import as_seen_by
 from dpsur.audits.bounds import CONTRADICTED, Finding
 from dpsur.audits.canaries import Planter, gradient_canaries, input_canaries
+from dpsur.audits.neighbour import neighbour_test
 from dpsur.audits.training import audit_training, ceiling, is_idle
 from dpsur.cli.run_options import (
     add_data_options,
     add_method_options,
     build_method,
+    config_of,
     declared_data,
 )
 from dpsur.errors import InvalidInputError
@@ -27,6 +29,8 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.statement import format_epsilon
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.observers import ProgressBar
+from dpsur.runs.tasks import build_task_session
+from dpsur.status import status
 from dpsur.tasks import Task, task_named
 
 DESCRIPTION = """\
@@ -37,9 +41,14 @@ guess from the weights which of them were in.
   dpsur audit --task npz:my.npz --method dpsur --canaries input
   dpsur audit --task csv:people.csv --schema people.json
   dpsur audit --task csv:visits.csv --schema visits.json --group-by patient
+  dpsur audit --task npz:my.npz --model my:network --neighbour 20
 
 A lower bound above the claimed epsilon contradicts the claim at the stated confidence. One below it
 proves nothing. The exit status is 1 where a training under a proved accounting is contradicted.
+
+With --neighbour there are no canaries: N updates of the training are made with and without a record
+of their batch and otherwise the same random numbers. Sums must move by at most the clip norm, and
+nothing else may differ.
 docs/auditing.md says how to read the result.
 """
 
@@ -75,6 +84,12 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help="make every canary a person who has it K times, of whom K records are used (default: "
         f"{DEFAULT_RECORDS} with --group-by, else 1, and every record as well)",
     )
+    one.add_argument(
+        "--neighbour", type=int, metavar="N", help="make N updates with and without one record"
+    )
+    one.add_argument(
+        "--model", metavar="MODULE:FUNCTION", help="with --neighbour, your network, as for train"
+    )
     one.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     add_method_options(parser)
     parser.set_defaults(run=run)
@@ -83,6 +98,13 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     checks.non_negative("seed", options.seed)
     checks.at_least_one("count", options.count)
+    if options.neighbour is not None:
+        return _neighbours(options)
+    if options.model is not None:
+        raise InvalidInputError(
+            f"canaries are planted in the task's network; use --model {options.model} with "
+            "--neighbour, or leave it out"
+        )
     if options.records_per_person is None:
         options.records_per_person = 1 if options.group_by is None else DEFAULT_RECORDS
     checks.at_least_one("records_per_person", options.records_per_person)
@@ -91,6 +113,25 @@ def run(options: argparse.Namespace) -> int:
     print(json.dumps(finding.row()) if options.json else _text(finding), flush=True)
     proved = ACCOUNTINGS[finding.accounting].proved
     return 1 if proved and finding.verdict == CONTRADICTED else 0
+
+
+def _neighbours(options: argparse.Namespace) -> int:
+    session, _ = build_task_session(config_of(options))
+    with status(f"training, and making {options.neighbour} updates twice"):
+        pairs = neighbour_test(session, options.neighbour)
+    most, others = max(pair.moved for pair in pairs), [pair.same_otherwise for pair in pairs]
+    sound = all(pair.sound for pair in pairs)
+    row = {"updates": len(pairs), "moved": most, "same_otherwise": all(others), "sound": sound}
+    if options.json:
+        print(json.dumps(row))
+        return 0 if sound else 1
+    held = "nothing else differed" if all(others) else f"in {others.count(False)} more differed"
+    print(
+        f"{len(pairs)} updates with and without one record: sums moved by at most {most:.4f} of "
+        f"what is charged, {held}"
+    )
+    print("sound" if sound else "NOT SOUND: one record does more than is charged")
+    return 0 if sound else 1
 
 
 def _text(finding: Finding) -> str:

@@ -239,6 +239,12 @@ def _padded_rows(examples: Examples, rate: float, stream: Stream) -> Tensor:
     return rows
 
 
+# Sees every sum before its noise, and says which one gets it (`audits/neighbour.py`).
+before_noise: ContextVar[Callable[[ClippedSum], ClippedSum] | None] = ContextVar(
+    "before_noise", default=None
+)
+
+
 def add_noise(total: ClippedSum, noise_multiplier: float | Tensor, stream: Stream) -> Params:
     """Gaussian mechanism on a sum of bounded sensitivity (Alg. 1, L7), in integers.
 
@@ -248,6 +254,8 @@ def add_noise(total: ClippedSum, noise_multiplier: float | Tensor, stream: Strea
     noise adds. Each number of a vector has its own address, so that shards on several ranks
     together get the noise that one process would draw.
     """
+    seen = before_noise.get()
+    total = total if seen is None else seen(total)
     if not isinstance(noise_multiplier, Tensor) and not noise_multiplier:
         return total.params  # training without privacy
     scale = noise_deviation(total, noise_multiplier)
