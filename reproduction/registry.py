@@ -125,6 +125,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.audit",
         "what audits find, of sound and of broken mechanisms (a quarter of an hour)",
     ),
+    "replay": (
+        "reproduction.experiments.replay",
+        "frauds that were planted in runs, and how often a replay finds them (minutes)",
+    ),
     "demo": (
         "reproduction.experiments.demo",
         "what `make demo` reaches, over seeds and against its peers (minutes)",
