@@ -161,14 +161,20 @@ class Frauds(OneByOne):
     """One row per fraud, share of steps and number; and honest runs."""
 
     name = "replay"
+    partial = True  # rows of a GPU come from one
     identity = ("fraud", "share", "number", "device")
 
     def cells(self, options: Options) -> Iterator[Cell]:
         """Fifty frauds and ten honest runs."""
-        device = options.device or "cpu"
+        devices = (options.device,) if options.device else ("cpu", "cuda")
         planted = [*product((HONEST,), (0.0,), range(10)), *product(FRAUDS, SHARES, NUMBERS)]
-        for fraud, share, number in planted:
+        for device, (fraud, share, number) in product(devices, planted):
             yield {"fraud": fraud, "share": share, "number": number, "device": device}
+
+    def make(self, cells: Sequence[Cell], options: Options) -> Iterator[Row]:
+        """Those of devices that are here."""
+        here = [cell for cell in cells if cell["device"] == "cpu" or torch.cuda.is_available()]
+        return super().make(here, options)
 
     def measure(self, cell: Cell, options: Options) -> Row:
         """Cheat, make every step again, and draw twenty steps many times."""

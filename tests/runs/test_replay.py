@@ -39,13 +39,14 @@ def records():
 
 
 def fit(out, kind="sgd", data=None, network=0, **more):
-    torch.manual_seed(network)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+    if isinstance(network, int):
+        torch.manual_seed(network)
+        network = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
     settings = {"intervals": dpsur.Intervals(replayable=True), "device": "cpu", **more}
     if kind == "every trial":
         settings["accounting"] = "every-trial"
     return dpsur.fit(
-        model,
+        network,
         records() if data is None else data,
         budget=dpsur.Budget(3.0, 1e-3),
         method=METHODS[kind],
@@ -93,6 +94,21 @@ class StopAt:
     def trials(self, progress, verdicts):
         if progress.ledger.trials == self.number:
             raise InterruptedRunError("now")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["sgd", "gate", "blocks"])
+def test_on_cuda_bits_are_the_same_and_on_a_cpu_close(kind, tmp_path, capsys):
+    x = torch.randn(RECORDS, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    data = x, (x.sum((1, 2, 3)) > 0).long()
+    network = nn.Sequential(
+        *(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(144, 2))
+    )
+    fit(tmp_path / "run", kind, data, network, device="cuda")
+    fit(tmp_path / "run", kind, data, network, device="cuda", replay=1000)
+    assert "the same bits" in capsys.readouterr().err
+    fit(tmp_path / "run", kind, data, network, device="cpu", replay=1000)
+    assert "of a clip norm" in capsys.readouterr().err
 
 
 def test_a_run_that_was_interrupted_is_made_again(tmp_path):
