@@ -200,12 +200,51 @@ def test_rejections_are_in_no_commitment(tmp_path, monkeypatch):
     assert found == stated
 
 
-def test_commitments_say_nothing_without_the_key(made):
-    stated = json.loads((made / "release" / "privacy.json").read_text())
-    one, other = Key(bytes(32)), Key(bytes([1] * 32))
-    assert _salt(one, "key") != _salt(other, "key") != stated["replay"]["key"]
-    assert _salt(one, "record", 1) not in (_salt(one, "state", 1), _salt(other, "record", 1))
-    assert set(stated["replay"]) == {"chain", "records", "key", "device"}
+def under_two_keys(monkeypatch, run):
+    """Everything that a run commits to follows from its key too."""
+    found = []
+    commitments = module._commitments
+
+    def seen(kept, last):
+        own = kept.session.streams.key
+        for key in (own, Key(bytes(32))):
+            kept.session.streams.key = key
+            found.append(commitments(kept, last)[0])
+        kept.session.streams.key = own
+        return commitments(kept, last)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_commitments", seen)
+        fit(run, replay=1)
+    one, other = found
+    assert set(one) == {"chain", "records", "key", "device"}
+    for name in ("chain", "records", "key"):
+        assert one[name] != other[name], name
+
+
+def test_commitments_say_nothing_without_the_key(run, monkeypatch):
+    under_two_keys(monkeypatch, run)
+    assert _salt(Key(bytes(32)), "record", 1) != _salt(Key(bytes(32)), "state", 1)
+
+
+@pytest.mark.parametrize("unsalted", ["record", "state", "key"])
+def test_a_hash_without_its_salt_is_noticed(unsalted, run, monkeypatch):
+    salt = module._salt
+    monkeypatch.setattr(
+        module, "_salt", lambda key, *words: "" if words[0] == unsalted else salt(key, *words)
+    )
+    fit(run.parent / "mutant")
+    with pytest.raises(AssertionError, match=r"chain|records|key"):
+        under_two_keys(monkeypatch, run.parent / "mutant")
+
+
+def test_steps_are_made_again_with_the_key_that_was_committed_to(run):
+    for number in range(13):
+        rewrite(RunFolder(run).update(number), lambda tensors, _: tensors["stream/key"].add_(1))
+    fit(run, replay=100)
+    rewrite(RunFolder(run).checkpoint, lambda tensors, _: tensors["stream/key"].add_(1))
+    with pytest.raises(ReplayError, match=r"replay\.key"):
+        fit(run, replay=100)
 
 
 def test_the_root_names_every_leaf():
@@ -254,7 +293,7 @@ def test_odd_calls(more, words, tmp_path):
 
 def test_a_release_without_commitments_is_refused_by_name(tmp_path):
     fit(tmp_path / "run", intervals=dpsur.Intervals())
-    with pytest.raises(InvalidInputError, match="commits to no updates") as error:
+    with pytest.raises(InvalidInputError, match="commits to no steps") as error:
         fit(tmp_path / "run", replay=1)
     assert error.value.code == "not-replayable"
 

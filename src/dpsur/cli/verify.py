@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.runs.files import RELEASE, RunFolder
+from dpsur.runs.files import RELEASE, RunFolder, finite
 from dpsur.runs.signing import signature_faults
 from dpsur.runs.verification import CHECKED, NOT_CHECKED, verification
 from dpsur.status import status
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         independent = [opinion.to_json() for opinion in opinions]
         verdict = {"ok": not faults, "faults": faults, "epsilon": epsilon, "signed_by": signer}
         if again is not None:
-            verdict["replay"] = {"exact": again.exact, "steps": again.distances}
+            verdict["replay"] = {"exact": again.exact, "steps": finite(again.distances)}
         print(json.dumps({**verdict, "independent": independent, **lists}))
     else:
         for fault in faults:
@@ -103,11 +103,13 @@ def _replayed(options: argparse.Namespace) -> "Replayed":
     from dpsur.cli.run_options import config_in
     from dpsur.runs.checkpoint import load_positions
     from dpsur.runs.fit import replayed
+    from dpsur.runs.replay import stated_commitments
     from dpsur.runs.tasks import build_task_session
 
     checks.at_least_one("replay", options.replay)
     root = Path(options.folder)
     folder = RunFolder(root if (root / RELEASE).is_dir() else root.absolute().parent)
+    stated_commitments(folder)
     if not folder.config.exists():
         raise InvalidInputError(
             f"{folder.root} holds no private folder of a run of the command line; replay a run "

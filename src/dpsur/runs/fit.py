@@ -81,7 +81,7 @@ from dpsur.runs.release import (
     released_model,
     write_release,
 )
-from dpsur.runs.replay import AT_RANDOM, Choose, Replayed, commitments
+from dpsur.runs.replay import AT_RANDOM, Choose, Replayed, commitments, stated_commitments
 from dpsur.runs.replay import replay as replay_run
 from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Session
@@ -301,6 +301,8 @@ def fit(
     folder = None if config.out is None else RunFolder(config.out)
     if folder is None and (resume or replay is not None):
         raise InvalidInputError("resume and replay need the folder of the run; set out")
+    if folder is not None and replay is not None:
+        stated_commitments(folder)
     ranks = connect(choose_device(config.device), config.intervals.rank_timeout)
     with ranks.ends_together(), silenced(not ranks.is_main):
         if folder is not None:

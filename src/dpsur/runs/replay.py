@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from random import SystemRandom
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file
@@ -60,6 +60,23 @@ AT_RANDOM: Final[Choose] = SystemRandom().sample
 def commitments(session: Session, folder: RunFolder, last: Progress) -> dict[str, str]:
     """What the release of a replayable run commits to."""
     return _commitments(_Kept(session, folder), last)[0]
+
+
+def stated_commitments(folder: RunFolder) -> dict[str, Any]:
+    """The statement of a finished run; refuses one that commits to nothing."""
+    if not folder.finished:
+        raise InvalidInputError(
+            f"{folder.root} holds no whole release to replay; finish the run first",
+            code="no-release",
+        )
+    stated = read_statement(folder.release)
+    if "replay" not in stated:
+        raise InvalidInputError(
+            f"the release in {folder.root} commits to no steps; train with --replayable, or "
+            "dpsur.Intervals(replayable=True) in fit: a loop of your own cannot be replayed",
+            code="not-replayable",
+        )
+    return stated
 
 
 @dataclass(frozen=True)
@@ -180,19 +197,8 @@ def replay(
     statistics of features, the weights before the first step and those of the release.
     """
     began = time.perf_counter()
-    if not folder.finished:
-        raise InvalidInputError(
-            f"{folder.root} holds no whole release to replay; finish the run first",
-            code="no-release",
-        )
-    stated = read_statement(folder.release)
-    committed = stated.get("replay")
-    if committed is None:
-        raise InvalidInputError(
-            f"the release in {folder.root} commits to no updates; only a run of `fit` or `dpsur "
-            "train` with replayable can be replayed",
-            code="not-replayable",
-        )
+    stated = stated_commitments(folder)
+    committed = stated["replay"]
     exact = committed["device"] == _device(session) and stated["versions"] == versions()
     kept = _Kept(session, folder)
     last = kept.last()
