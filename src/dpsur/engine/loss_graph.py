@@ -12,7 +12,7 @@ loss, which for a mean over several items of a record (tokens) is the mean over 
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,20 +82,18 @@ _ARGUMENTS = (
 # Gradients that go through these do not depend on what is added up.
 _LINEAR = {"Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "View", "Squeeze", "ToCopy", "Clone"}
 _VIEWS = {"View", "UnsafeView", "ReshapeAlias"}
-_SOFTMAX = {"LogSoftmax", "Softmax"}
+_PAIRS = {"Maximum", "Minimum", "Xlogy", "Atan2", "Hypot"}  # of each number and its counterpart
+# Along some dimensions, among which that of the records must not be.
+_ALONG = {
+    *("LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Cat", "Stack", "Split", "Cumsum"),
+    *("Sort", "Topk", "Softmax", "LogSoftmax", "Logsumexp", "Select", "Slice", "Gather"),
+    *("Transpose", "Permute", "Sum", "Mean"),
+}
 # Losses with a reduction of their own; what may weight their items has to be absent.
-_LOSSES = {
-    "NllLoss",
-    "NllLoss2D",
-    "MultiMarginLoss",
-    "MultilabelMarginLoss",
-    "MseLoss",
-    "SmoothL1Loss",
-    "HuberLoss",
-    "SoftMarginLoss",
-    "BinaryCrossEntropy",
-    "BinaryCrossEntropyWithLogits",
-    "KlDiv",
+_OF_CLASSES = {"NllLoss", "NllLoss2D", "MultiMarginLoss", "MultilabelMarginLoss"}
+_LOSSES = _OF_CLASSES | {
+    *("MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss", "KlDiv"),
+    *("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"),
 }
 _NONE, _MEAN = 0, 1
 
@@ -124,16 +122,18 @@ def check_loss_graph(
             raise CouplingError(
                 "the model is called with a total over the batch of what it has returned; " + REMEDY
             )
-    if (
-        records == 1
-    ):  # a mean is a sum, and there is nothing to couple but by numbers from elsewhere
-        walk.check_leaves(loss.grad_fn)
+    if records == 1:  # a mean is a sum, and nothing couples but numbers from elsewhere
+        for node in walk.nodes(loss.grad_fn):
+            walk.refuse_leaf(node)
         try:
             walk.state(loss.grad_fn, 0)
-        except (
-            CouplingError
-        ):  # rows and totals look alike here; how many records there are is private
-            walk.check_numbers(loss.grad_fn)
+        except CouplingError:  # rows and totals look alike, and that there is one is private
+            walk.factors.clear()
+            for node in walk.nodes(loss.grad_fn):
+                if node.name().startswith(("MulBackward", "DivBackward")):
+                    value, plain = _constant(node)
+                    if value is not None and not plain:
+                        raise CouplingError(_BY_A_TENSOR) from None
         return LossReport(1.0, True, tuple(walk.factors))
     state = walk.state(loss.grad_fn, 0)
     if not isinstance(state, Total):
@@ -189,40 +189,25 @@ class _Walk:
                 if child is not None and (child, number) not in self._known
             ]
             if missing:
-                self._refuse_leaf(current[0])
+                self.refuse_leaf(current[0])
                 ahead += missing
                 continue
             ahead.pop()
             self._known[current] = self._apply(*current)
         return self._known[node, output]
 
-    def check_leaves(self, node: Any) -> None:
-        """Refuse a loss that depends on anything but the model's outputs."""
+    def nodes(self, node: Any) -> Iterator[Any]:
+        """What a loss is made of, down to the outputs."""
         seen, ahead = {node}, [node]
         while ahead:
             current = ahead.pop()
-            self._refuse_leaf(current)
+            yield current
             for child, number in current.next_functions:
                 if child is not None and (child, number) not in self.cut and child not in seen:
                     seen.add(child)
                     ahead.append(child)
 
-    def check_numbers(self, node: Any) -> None:
-        """Refuse a loss that is multiplied or divided by a tensor of one number."""
-        seen, ahead = {node}, [node]
-        self.factors.clear()
-        while ahead:
-            current = ahead.pop()
-            if current.name().startswith(("MulBackward", "DivBackward")):
-                value, plain = _constant(current)
-                if value is not None and not plain:
-                    raise CouplingError(_BY_A_TENSOR)
-            for child, number in current.next_functions:
-                if child is not None and (child, number) not in self.cut and child not in seen:
-                    seen.add(child)
-                    ahead.append(child)
-
-    def _refuse_leaf(self, node: Any) -> None:
+    def refuse_leaf(self, node: Any) -> None:
         variable = getattr(node, "variable", None)
         if variable is None:
             return
@@ -239,7 +224,7 @@ class _Walk:
         )
 
     def _apply(self, node: Any, output: int) -> State:
-        self._refuse_leaf(node)
+        self.refuse_leaf(node)
         name = node.name().removesuffix("0").removesuffix("1").removesuffix("2")
         kind = name.removesuffix("Backward")
         inputs = [
@@ -268,9 +253,17 @@ class _Walk:
                         + REMEDY
                     )
             return Total(first.scale, first.mean, divisor=first.divisor)
-        if kind in ("Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Mean"):
-            return first
-        if kind == "Sum":
+        if kind in (
+            "Neg",
+            "ToCopy",
+            "Clone",
+            "Alias",
+            "View",
+            "Squeeze",
+            "Unsqueeze",
+            "Mean",
+            "Sum",
+        ):
             return first
         if kind in ("Mul", "Div") and len(inputs) == 1:
             return self._scaled(node, kind, first)
@@ -328,44 +321,20 @@ class _Walk:
         if kind == "MaskedFill" and len(rows) == 1 and not node._saved_mask.any():
             return first  # of label smoothing, whose mask holds ignored targets
         same = all(one.shape == shape for one in rows)
-        if kind in ("Maximum", "Minimum", "Xlogy", "Atan2", "Hypot") and same and len(rows) == 2:
+        if kind in _PAIRS and same and len(rows) == 2:
             return RecordRows(shape)
         if kind == "Where" and same and self._is_target(node._saved_condition):
             return RecordRows(shape)
         if kind == "Expand" and shape and shape[0] == first.shape[0]:
             return RecordRows(shape, stretched=True)
-        if kind in (
-            "LinalgVectorNorm",
-            "Norm",
-            "Max",
-            "Min",
-            "Amax",
-            "Amin",
-            "Cat",
-            "Stack",
-            "Split",
-            "Cumsum",
-            "Sort",
-            "Topk",
-        ):
-            return self._within_records(node, kind, rows, shape)
+        if kind in _ALONG:
+            return self._along(node, kind, rows, shape)
         if kind == "Index" and len(rows) == 1:
             return self._index(node, first, shape)
         if kind in ("Mul", "Div"):
             return self._product(node, rows, shape)
         if kind in _VIEWS or kind in ("Squeeze", "Unsqueeze"):
             return self._view(node, first, shape)
-        if kind in ("Select", "Slice", "Gather", "Transpose", "Permute"):
-            return self._along(node, kind, first, shape)
-        if kind in _SOFTMAX or kind == "Logsumexp":
-            dims = (
-                node._saved_dim if isinstance(node._saved_dim, (tuple, list)) else [node._saved_dim]
-            )
-            if any(_dim(one, len(first.shape)) == 0 for one in dims):
-                raise self._unknown(node, "over the records of the batch")
-            return RecordRows(shape)
-        if kind in ("Sum", "Mean"):
-            return self._reduced(node, kind, first, shape)
         if kind in _LOSSES:
             return self._loss(node, kind, first, shape)
         raise self._unknown(node)
@@ -380,17 +349,27 @@ class _Walk:
         """Whether a constant has a row per record."""
         return isinstance(value, Tensor) and value.dim() > 0 and len(value) % self.records == 0
 
-    def _within_records(
-        self, node: Any, kind: str, rows: list[RecordRows], shape: tuple[int, ...]
-    ) -> RecordRows:
-        """What is done along another dimension than that of the records."""
-        dims = getattr(node, "_saved_dim", None)
-        dims = [] if dims is None else list(dims) if isinstance(dims, (tuple, list)) else [dims]
-        rank = len(shape) if kind == "Stack" else len(rows[0].shape)
-        lengths = {one.shape[0] for one in rows}
-        if not dims or any(_dim(one, rank) == 0 for one in dims) or {shape[:1]} != {tuple(lengths)}:
+    def _along(self, node: Any, kind: str, rows: list[RecordRows], shape: tuple[int, ...]) -> State:
+        """What is done along another dimension than that of the records, or a total of all."""
+        first = rows[0]
+        count = math.prod(first.shape)
+        if kind in ("Sum", "Mean") and math.prod(shape) == 1:
+            if kind == "Mean":
+                self._per_record(count)
+                return Total(float(self.records), True, (first.shape[0], count))
+            return Total(1.0, False, (first.shape[0], count))
+        rank = len(shape) if kind == "Stack" else len(first.shape)
+        whole = kind == "Slice" and shape == first.shape
+        apart = shape and all(one.shape[:1] == shape[:1] for one in rows)
+        if not apart or (0 in _dims(node, kind, rank) and not whole):
             raise self._unknown(node, "over the records of the batch")
         self._note_arguments(node)
+        if kind == "Select":  # where the longest record of a batch ends, perhaps
+            self.factors.append(float(_signed(node._saved_index)))
+        if kind == "Slice":
+            self.factors += [float(_signed(node._saved_start)), float(_signed(node._saved_end))]
+        if kind == "Mean":  # of a record's items, whose number may be that of the longest record
+            self.factors.append(math.prod(shape) / count)
         return RecordRows(shape)
 
     def _index(self, node: Any, first: RecordRows, shape: tuple[int, ...]) -> RecordRows:
@@ -444,39 +423,6 @@ class _Walk:
             return RecordRows(shape)
         raise self._unknown(node, "records are folded into another dimension")
 
-    def _along(self, node: Any, kind: str, first: RecordRows, shape: tuple[int, ...]) -> RecordRows:
-        rank = len(first.shape)
-        if kind == "Transpose":
-            moved = {_dim(node._saved_dim0, rank), _dim(node._saved_dim1, rank)}
-        elif kind == "Permute":
-            dims = [_dim(one, rank) for one in node._saved_dims]
-            moved = set() if dims[0] == 0 else {0}
-        else:
-            moved = {_dim(node._saved_dim, rank)}
-        whole = kind == "Slice" and shape == first.shape
-        if (0 in moved and not whole) or not shape or shape[0] != first.shape[0]:
-            raise self._unknown(node, "over the records of the batch")
-        if kind == "Select":  # where the longest record of a batch ends, perhaps
-            self.factors.append(float(_signed(node._saved_index)))
-        if kind == "Slice":
-            self.factors += [float(_signed(node._saved_start)), float(_signed(node._saved_end))]
-        return RecordRows(shape)
-
-    def _reduced(self, node: Any, kind: str, first: RecordRows, shape: tuple[int, ...]) -> State:
-        count = math.prod(first.shape)
-        if math.prod(shape) == 1:
-            items = (first.shape[0], count)
-            if kind == "Mean":
-                self._per_record(count)
-                return Total(float(self.records), True, items)
-            return Total(1.0, False, items)
-        dims = getattr(node, "_saved_dim", None)
-        if dims is None or any(_dim(one, len(first.shape)) == 0 for one in dims) or not dims:
-            raise self._unknown(node, "over the records of the batch")
-        if kind == "Mean":  # of a record's items, whose number may be that of the longest record
-            self.factors.append(math.prod(shape) / count)
-        return RecordRows(shape)
-
     def _per_record(self, count: int) -> None:
         """Note what a mean divides each record by: numbers that follow the longest record vary."""
         self.factors.append(self.records / count)
@@ -496,9 +442,9 @@ class _Walk:
         target = getattr(node, "_saved_target", None)
         if kind.startswith("Nll"):
             self.factors.append(float(_signed(node._saved_ignore_index)))
-            self._check_classes(node, target, first)
-        elif kind in ("MultiMarginLoss", "MultilabelMarginLoss"):
-            self._check_classes(node, target, first)
+        if kind in _OF_CLASSES:
+            if target is None or not target.dim() or target.shape[0] != first.shape[0]:
+                raise self._unknown(node)
         elif target is not None and tuple(target.shape) != first.shape:
             raise self._unknown(node, "targets are broadcast over the records")
         if node._saved_reduction == _NONE:
@@ -514,10 +460,6 @@ class _Walk:
         counted = target.ne(_signed(node._saved_ignore_index)).reshape(self.records, -1).sum(1)
         total = node._saved_total_weight.double()
         return Total(total / counted.clamp(min=1).double(), True, divisor=total)
-
-    def _check_classes(self, node: Any, target: Tensor | None, first: RecordRows) -> None:
-        if target is None or not target.dim() or target.shape[0] != first.shape[0]:
-            raise self._unknown(node)
 
     def _unknown(self, node: Any, why: str = "") -> CouplingError:
         if not why and node.name().startswith("ExpandBackward"):
@@ -535,12 +477,20 @@ def _operation(node: Any) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", node.name())).lower()
 
 
-def _dim(value: int, rank: int) -> int:
-    """A dimension as a number from 0; autograd keeps negative ones as unsigned words."""
-    return _signed(value) % rank if rank else 0
+def _dims(node: Any, kind: str, rank: int) -> set[int]:
+    """The dimensions that an operation works along, as numbers from 0; the first for all."""
+    if kind == "Permute":
+        return {0} if _signed(node._saved_dims[0]) % rank else set()
+    if kind == "Transpose":
+        found = [node._saved_dim0, node._saved_dim1]
+    else:
+        named = getattr(node, "_saved_dim", None)
+        found = list(named) if isinstance(named, (tuple, list)) else [0 if named is None else named]
+    return {_signed(one) % max(1, rank) for one in found} or {0}
 
 
 def _signed(value: int) -> int:
+    """Autograd keeps negative numbers as unsigned words."""
     return value - 2**64 if value >= 2**63 else value
 
 
