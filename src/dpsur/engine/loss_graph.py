@@ -131,8 +131,8 @@ def check_loss_graph(
             walk.factors.clear()
             for node in walk.nodes(loss.grad_fn):
                 if node.name().startswith(("MulBackward", "DivBackward")):
-                    value, plain = _constant(node)
-                    if value is not None and not plain:
+                    number, plain = _constant(node)
+                    if number is not None and not plain:
                         raise CouplingError(_BY_A_TENSOR) from None
         return LossReport(1.0, True, tuple(walk.factors))
     state = walk.state(loss.grad_fn, 0)
