@@ -25,10 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpsur.privacy.accountants.proven import SelectiveUpdate
-from dpsur.privacy.accountants.selective.frame import frame, vertices
-from dpsur.privacy.accountants.selective.lower import attack
-from dpsur.privacy.accountants.selective.pair import Array, Direction, bracket, mesh
-from dpsur.privacy.accountants.selective.upper import envelope
+from dpsur.privacy.accountants.selective.divergence import attack, envelope
+from dpsur.privacy.accountants.selective.pair import (
+    Array,
+    Direction,
+    bracket,
+    frame,
+    mesh,
+    vertices,
+)
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.statement import format_epsilon
 from reproduction.audits.exact import Instance, Setting, composed_delta, one_update

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import Encoder
-from dpsur.features.encoder import SIZE, pooled_maps
-from dpsur.features.whitening import Whitening
+from dpsur.features.encoder import SIZE, Whitening, pooled_maps
 from dpsur.runs.build_session import choose_device
 from reproduction import procedural
 from reproduction.encoder_network import WideResNet, frozen

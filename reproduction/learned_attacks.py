@@ -23,9 +23,16 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from dpsur import checks
 from dpsur.attacks import suite
 from dpsur.attacks.metrics import Scores
-from dpsur.attacks.models import Models, SeparateModels, Trainer, replayed
 from dpsur.attacks.suite import AttackScores, with_control
-from dpsur.attacks.targets import Split, as_many, posteriors
+from dpsur.attacks.targets import (
+    Models,
+    SeparateModels,
+    Split,
+    Trainer,
+    as_many,
+    posteriors,
+    replayed,
+)
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params

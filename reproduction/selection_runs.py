@@ -26,10 +26,10 @@ from dpsur.methods import Dpsgd, Dpsur
 from dpsur.methods.gradient_method import NO_GATE, GradientMethod
 from dpsur.privacy.accountants.rdp import epsilon_at, sampled_gaussian_rdp
 from dpsur.privacy.budget import Budget
+from dpsur.runs.fit import run_together
 from dpsur.runs.result import Run
 from dpsur.runs.session import Session
 from dpsur.runs.tasks import TaskRecords, build_task_session
-from dpsur.runs.together import run_together
 from reproduction.base import Cell, Experiment, Options, Row
 from reproduction.dog import Dog
 from reproduction.training import (

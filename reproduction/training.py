@@ -19,10 +19,10 @@ from dpsur.features import PRIVATE
 from dpsur.methods import Nonprivate
 from dpsur.privacy.budget import Budget
 from dpsur.runs.build_session import choose_device
+from dpsur.runs.fit import run_together
 from dpsur.runs.result import Run
 from dpsur.runs.session import Session
 from dpsur.runs.tasks import TaskRecords, build_task_session, held_out, load_records, with_features
-from dpsur.runs.together import run_together
 from reproduction.arms import ARMS
 from reproduction.base import Cell, Experiment, Options, Row
 

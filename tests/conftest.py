@@ -18,7 +18,7 @@ import reproduction  # noqa: F401 - registers the methods of the paper's compari
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import NOISE, Stream, Streams
-from dpsur.privacy.calibration_cache import ignore_cache
+from dpsur.privacy.search import ignore_cache
 from dpsur.runs import observers
 
 # One thread for each of the two processes that `make test` starts.

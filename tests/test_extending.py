@@ -19,7 +19,7 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.methods import Dpsgd
 from dpsur.networks import build_network
-from dpsur.networks.activations import TemperedSigmoid
+from dpsur.networks.general import TemperedSigmoid
 from dpsur.per_example import clipped_sum
 from dpsur.privacy.budget import Budget
 from dpsur.runs.fit import fit

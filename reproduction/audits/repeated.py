@@ -21,9 +21,8 @@ from dpsur.methods.gradient_method import GradientMethod
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
-from dpsur.privacy.plan import Plan
+from dpsur.privacy.plan import Plan, trial_cap
 from dpsur.privacy.planning import repeated_plan
-from dpsur.privacy.rejections import trial_cap
 from reproduction.audits.negative_controls import Fault
 from reproduction.audits.worst_case_problems import OneWeight
 

@@ -19,8 +19,8 @@ from dpsur.methods import Dpsur
 from dpsur.per_example import ClippedSum
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Step
+from dpsur.privacy.plan import trial_cap
 from dpsur.privacy.planning import repeated_plan
-from dpsur.privacy.rejections import trial_cap
 from reproduction.audits.worst_case_problems import Unit
 
 BLOCK = 200_000

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 
 from dpsur.privacy.accountants import proven
-from dpsur.privacy.accountants.selective.frame import frame, vertices
-from dpsur.privacy.accountants.selective.lower import attack
-from dpsur.privacy.accountants.selective.pair import bracket
-from dpsur.privacy.accountants.selective.upper import envelope
+from dpsur.privacy.accountants.selective.divergence import attack, envelope
+from dpsur.privacy.accountants.selective.pair import bracket, frame, vertices
 from dpsur.privacy.accounting import figures
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, SampledGaussian

@@ -17,9 +17,8 @@ from typing import Any
 from mpmath import iv, mp
 
 from dpsur.privacy.accountants import proven
-from dpsur.privacy.accountants.selective.frame import frame, vertices
-from dpsur.privacy.accountants.selective.pair import Direction, bracket, mesh
-from dpsur.privacy.accountants.selective.upper import edge, envelope
+from dpsur.privacy.accountants.selective.divergence import edge, envelope
+from dpsur.privacy.accountants.selective.pair import Direction, bracket, frame, mesh, vertices
 from dpsur.privacy.accounting import CAP_SHARE
 from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian
 from reproduction.artifacts import Artifact, Column, Table, table_page

@@ -21,8 +21,15 @@ from dpsur.attacks.metrics import (
     low_rate_interval,
     measure,
 )
-from dpsur.attacks.models import Recipe, Trainer
-from dpsur.attacks.targets import PrivateTarget, plain_trainer, pool_on, split_pool, target_network
+from dpsur.attacks.targets import (
+    PrivateTarget,
+    Recipe,
+    Trainer,
+    plain_trainer,
+    pool_on,
+    split_pool,
+    target_network,
+)
 from dpsur.config import Intervals, Performance, RunConfig
 from dpsur.features import NONE
 from dpsur.methods import method_named

@@ -8,7 +8,7 @@ import numpy as np
 from dpsur.audits.bounds import epsilon_lower_bound
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest
-from dpsur.privacy.rejections import CONSTANT, DELAY, NOT_HIDDEN, least_cap
+from dpsur.privacy.plan import CONSTANT, DELAY, NOT_HIDDEN, least_cap
 from reproduction.artifacts import Artifact, Column, Table, table_page
 from reproduction.audits.rejection_leak import count_leak
 from reproduction.base import Cell, OneByOne, Options, Row

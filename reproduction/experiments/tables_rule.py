@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 
 from dpsur.features import table as features
-from dpsur.presets import table as preset
+from dpsur.presets import auto as preset
 from reproduction.artifacts import Artifact, Column, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row
 from reproduction.experiments import tables
@@ -23,11 +23,11 @@ VARIANTS: Mapping[str, tuple[Any, str, float] | None] = {
     "as it is": None,
     "8 bins": (features, "BINS", 8),
     "constant 0.5": (features, "CONSTANT", 0.5),
-    "clip norm 0.7": (preset, "CLIP_NORM", 0.7),
-    "clip norm 1.2": (preset, "CLIP_NORM", 1.2),
+    "clip norm 0.7": (preset, "TABLE_CLIP_NORM", 0.7),
+    "clip norm 1.2": (preset, "TABLE_CLIP_NORM", 1.2),
     "weight noise 0.09": (preset, "WEIGHT_NOISE", 0.09),
     "weight noise 0.18": (preset, "WEIGHT_NOISE", 0.18),
-    "60 updates": (preset, "UPDATES", 60),
+    "60 updates": (preset, "TABLE_UPDATES", 60),
 }
 TITLE = "Settings of the default for tables"
 TEXT = """

@@ -18,8 +18,7 @@ from dpsur.mechanism.proposer import GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.state import Candidate, Procedure, State
 from dpsur.mechanism.streams import COINS, NOISE, STEERING, Draws
 from dpsur.mechanism.trial import Selective
-from dpsur.methods.block_plans import block_procedure
-from dpsur.methods.gradient_method import BLOCK_GATE, NO_GATE, GradientMethod
+from dpsur.methods.gradient_method import BLOCK_GATE, NO_GATE, GradientMethod, block_procedure
 from dpsur.options import option
 from dpsur.per_example import ClippedSum, clipped_norms
 from dpsur.privacy.accountants.proven import event_divergence

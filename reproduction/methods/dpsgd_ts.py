@@ -11,7 +11,7 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.gates import Metrics
 from dpsur.methods.gradient_method import GradientMethod
-from dpsur.networks.activations import TemperedSigmoid
+from dpsur.networks.general import TemperedSigmoid
 from dpsur.options import option
 
 # Activations whose place a tempered sigmoid takes.

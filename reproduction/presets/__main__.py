@@ -14,7 +14,7 @@ from pathlib import Path
 import dpsur
 from dpsur.errors import InvalidInputError
 from dpsur.presets import Preset
-from dpsur.presets.settings_tables import COLUMNS, TABLES
+from dpsur.presets.base import COLUMNS, TABLES
 from reproduction.presets import paper, tuned
 from reproduction.presets.settings import DATASET_SIZES, EPSILONS
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dpsur.errors import InvalidInputError
-from dpsur.features.words import WORDS_DIMENSION, words
+from dpsur.features.table import WORDS_DIMENSION, words
 from dpsur.functional.records import Examples
 from dpsur.tasks.base import TOKENS, VECTORS, WORD_ROWS, Task
 from dpsur.tasks.npz import Array, Arrays

@@ -44,22 +44,20 @@ if TYPE_CHECKING:
     from dpsur.privacy.events import CoinTest, Gaussian, LossTest, SampledGaussian, Trial
     from dpsur.privacy.statement import Statement
     from dpsur.runs.fit import fit
-    from dpsur.runs.observers import ProgressBar
+    from dpsur.runs.observers import ProgressBar, Tracker
     from dpsur.runs.predictor import Predictor, load
     from dpsur.runs.result import Run
     from dpsur.runs.schema_learning import learn_schema
     from dpsur.runs.session import Observer
-    from dpsur.runs.trackers import Tracker
     from dpsur.runs.verification import verify
-    from dpsur.tasks.columns import Category, Number, Text
-    from dpsur.tasks.schema import Schema
+    from dpsur.tasks.schema import Category, Number, Schema, Text
 
 _HOMES = {
     "BatchMemoryManager": "dpsur.engine.loader",
     "BlockGate": "dpsur.mechanism.gates",
     "Budget": "dpsur.privacy.budget",
     "calibrate": "dpsur.privacy.calibrate",
-    "Category": "dpsur.tasks.columns",
+    "Category": "dpsur.tasks.schema",
     "check": "dpsur.per_example.check_and_fix",
     "clipped_sum": "dpsur.per_example.api",
     "CoinGate": "dpsur.mechanism.gates",
@@ -80,7 +78,7 @@ _HOMES = {
     "Metrics": "dpsur.mechanism.gates",
     "model_loss": "dpsur.functional.model_loss",
     "Nonprivate": "dpsur.methods",
-    "Number": "dpsur.tasks.columns",
+    "Number": "dpsur.tasks.schema",
     "Observer": "dpsur.runs.session",
     "Intervals": "dpsur.config",
     "per_example_gradients": "dpsur.per_example.api",
@@ -94,8 +92,8 @@ _HOMES = {
     "selective_epsilon": "dpsur.privacy.calibrate",
     "Performance": "dpsur.config",
     "Statement": "dpsur.privacy.statement",
-    "Text": "dpsur.tasks.columns",
-    "Tracker": "dpsur.runs.trackers",
+    "Text": "dpsur.tasks.schema",
+    "Tracker": "dpsur.runs.observers",
     "Trial": "dpsur.privacy.events",
     "verify": "dpsur.runs.verification",
 }

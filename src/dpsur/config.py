@@ -36,7 +36,7 @@ from dpsur.presets import AUTO, ENCODER, PRESETS, DataFacts, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.conversion import NOT_HELD_OUT
-from dpsur.privacy.rejections import NOT_HIDDEN, WAYS_TO_HIDE
+from dpsur.privacy.plan import NOT_HIDDEN, WAYS_TO_HIDE
 from dpsur.privacy.statement import PERSON, RECORD
 from dpsur.tasks import DEFAULT_TASK, TASKS, Declared, Task, task_named
 from dpsur.tasks.declared import NOTHING

@@ -30,8 +30,7 @@ from dpsur.runs.evaluation import model_outputs
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import fit
 from dpsur.runs.release import Origin, read_release, write_release
-from dpsur.tasks.columns import Category, Number, Values
-from dpsur.tasks.schema import AUTO, Schema
+from dpsur.tasks.schema import AUTO, Category, Number, Schema, Values
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur.attacks.metrics import Scores, measure
-from dpsur.attacks.models import ManyModels, Recipe, SeparateModels, standardised
-from dpsur.attacks.score_attacks import (
+from dpsur.attacks.suite import (
+    SHUFFLED,
     gap_attack,
     lira_offline,
     lira_online,
@@ -19,12 +19,15 @@ from dpsur.attacks.score_attacks import (
     train_shadows,
     true_probability,
 )
-from dpsur.attacks.suite import SHUFFLED
 from dpsur.attacks.targets import (
+    ManyModels,
+    Recipe,
+    SeparateModels,
     as_many,
     join,
     log_odds,
     split_pool,
+    standardised,
 )
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples

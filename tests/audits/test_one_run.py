@@ -8,7 +8,7 @@ import pytest
 from scipy.optimize import linprog
 from scipy.stats import binom, norm
 
-from dpsur.audits.one_run import (
+from dpsur.audits.bounds import (
     claimed_curve,
     epsilon_of_guesses,
     gaussian_curve,

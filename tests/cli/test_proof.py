@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dpsur.privacy.accounting import ACCOUNTINGS
-from dpsur.privacy.texts import TEXTS, latest
+from dpsur.privacy.statement import TEXTS, latest
 from tests.cli.test_commands import dpsur
 
 ROOT = Path(__file__).parent.parent.parent

@@ -20,7 +20,7 @@ from dpsur.features import (
     encoder,
     features_named,
 )
-from dpsur.features.whitening import Whitening, haar
+from dpsur.features.encoder import Whitening, haar
 from dpsur.networks import linear_head
 from dpsur.runs.verification import verify
 from dpsur.tasks.base import linear_heads

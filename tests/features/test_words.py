@@ -9,7 +9,7 @@ from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.features import words
 from dpsur.features.hashing import _place
-from dpsur.features.words import WORDS_DIMENSION
+from dpsur.features.table import WORDS_DIMENSION
 from dpsur.networks import linear_head
 from dpsur.runs.fit import execute
 from dpsur.runs.tasks import build_task_session

@@ -19,9 +19,8 @@ from dpsur.privacy.events import (
     SampledGaussian,
     Trial,
 )
-from dpsur.privacy.plan import ALLOWANCE_PARTS, MOST_TRIALS, TAIL_SHARE, Plan
+from dpsur.privacy.plan import ALLOWANCE_PARTS, MOST_TRIALS, TAIL_SHARE, Plan, trial_cap
 from dpsur.privacy.planning import filtered_plan, repeated_plan
-from dpsur.privacy.rejections import trial_cap
 from tests.plans import plan_behind_filter
 
 BUDGET = Budget(3.0, 1e-5)

@@ -10,13 +10,13 @@ from dpsur.privacy import plan as plan_module
 from dpsur.privacy.accounting import CAP_SHARE, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Ledger, LossTest, SampledGaussian, Trial
-from dpsur.privacy.plan import Plan
-from dpsur.privacy.planning import repeated_plan
-from dpsur.privacy.rejections import (
+from dpsur.privacy.plan import (
+    Plan,
     early_end,
     least_cap,
     trial_cap,
 )
+from dpsur.privacy.planning import repeated_plan
 from tests.plans import plan_behind_filter
 
 BUDGET = Budget(3.0, 1e-5)

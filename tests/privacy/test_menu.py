@@ -11,7 +11,7 @@ from scipy.stats import norm
 
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.accountants import losses as distributions
-from dpsur.privacy.accountants import menu, pld, proven
+from dpsur.privacy.accountants import pld, proven
 from dpsur.privacy.accountants.losses import hockey_stick
 from dpsur.privacy.events import Menu, SampledGaussian, event_from_json, event_to_json
 
@@ -47,12 +47,12 @@ def profile(losses, width, epsilons):
 
 def combined(how):
     """A menu whose profile is made of those of its choices in some way."""
-    real = menu._largest
+    real = pld._largest
 
     def wrong(offer, width, direction):
         parts = [real(Menu((choice,), offer.repeats), width, direction) for choice in offer.choices]
         first, last = min(p.first for p in parts), max(p.last for p in parts)
-        profiles = [menu._profile(part, first, last, width) for part in parts]
+        profiles = [pld._profile(part, first, last, width) for part in parts]
         return distributions.connect(first, how(profiles, axis=0), width)
 
     return wrong
@@ -63,7 +63,7 @@ WRONG = {"mean": np.mean, "least": np.min, "median": np.median}
 
 def the_profile_covers_every_choice():
     for direction in ("add", "remove"):
-        found = profile(menu._largest(Menu(CHOICES), WIDTH, direction), WIDTH, EPSILONS)
+        found = profile(pld._largest(Menu(CHOICES), WIDTH, direction), WIDTH, EPSILONS)
         for choice in CHOICES:
             exact = np.array([integrated(choice, e, direction) for e in EPSILONS])
             assert (found >= exact - 1e-8).all(), (choice, direction)
@@ -91,7 +91,7 @@ def of_two(first, seconds, epsilon, direction):
 
 def no_way_to_choose_costs_more():
     """The second update is chosen by the outcome of the first, in the worst way there is."""
-    whole = menu.dominating(Menu(CHOICES), WIDTH).repeated(2)
+    whole = pld.dominating(Menu(CHOICES), WIDTH).repeated(2)
     for epsilon in (0.02, 0.1, 0.37, 1.0):
         chosen = max(of_two(c, CHOICES, epsilon, d) for c in CHOICES for d in ("add", "remove"))
         assert chosen <= whole.delta(epsilon) + ROUNDING, epsilon
@@ -108,13 +108,13 @@ def test_law_holds(law):
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("how", WRONG)
 def test_mutant_is_killed(law, how, monkeypatch):
-    monkeypatch.setattr(menu, "_largest", combined(WRONG[how]))
-    menu.dominating.cache_clear()
+    monkeypatch.setattr(pld, "_largest", combined(WRONG[how]))
+    pld.dominating.cache_clear()
     try:
         with pytest.raises(AssertionError):
             law()
     finally:
-        menu.dominating.cache_clear()
+        pld.dominating.cache_clear()
 
 
 def test_choosing_by_what_was_released_can_cost_more():
@@ -127,7 +127,7 @@ def test_choosing_by_what_was_released_can_cost_more():
 
 def test_the_largest_is_what_is_built():
     """The control of the mutants: combined by the maximum, nothing changes."""
-    real = menu._largest(Menu(CHOICES, 4), WIDTH, "add")
+    real = pld._largest(Menu(CHOICES, 4), WIDTH, "add")
     same = combined(np.max)(Menu(CHOICES, 4), WIDTH, "add")
     assert profile(same, WIDTH, EPSILONS) == pytest.approx(profile(real, WIDTH, EPSILONS), abs=1e-9)
 
@@ -187,7 +187,7 @@ def test_repeated_profiles_are_those_of_dp_accounting():
             choice.noise_multiplier, value_discretization_interval=WIDTH,
             sampling_prob=choice.sample_rate,
         ).self_compose(25)  # fmt: skip
-        ours = menu.dominating(Menu((choice,), 25), WIDTH)
+        ours = pld.dominating(Menu((choice,), 25), WIDTH)
         for epsilon in (0.0, 0.3, 1.0, 2.0):
             assert ours.delta(epsilon) == pytest.approx(
                 theirs.get_delta_for_epsilon(epsilon), rel=1e-6, abs=ROUNDING
@@ -301,7 +301,7 @@ def to_many_digits(choice, epsilon, direction):
     ids=str,
 )
 def test_rounding_is_less_than_what_is_charged_for_it(choice, width, direction):
-    losses = menu._largest(Menu((choice,)), width, direction)
+    losses = pld._largest(Menu((choice,)), width, direction)
     epsilons = np.array([-3.0, -1.0, -0.3, -0.01, 0.0, 0.01, 0.1, 0.37, 1.0, 2.5, 5.0, 9.0, 13.0])
     found = profile(losses, width, epsilons)
     with mp.workdps(40):

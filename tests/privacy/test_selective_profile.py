@@ -14,8 +14,7 @@ from dpsur.privacy.accountants import pld, proven
 from dpsur.privacy.accountants.losses import hockey_stick
 from dpsur.privacy.accountants.proven import DIRECTIONS, SelectiveUpdate
 from dpsur.privacy.accountants.selective import profile
-from dpsur.privacy.accountants.selective.frame import Vertices, vertices
-from dpsur.privacy.accountants.selective.pair import bracket
+from dpsur.privacy.accountants.selective.pair import Vertices, bracket, vertices
 from dpsur.privacy.accountants.selective.profile import Effort, Profile, block_profiles
 from dpsur.privacy.events import CoinTest, Gaussian, SampledGaussian, Trial
 from tests.privacy.selective_cases import DELTA, ROW, empty_cache

@@ -5,7 +5,8 @@ import os
 import pytest
 
 from dpsur.methods import Dpsur
-from dpsur.privacy import calibration_cache, planning
+from dpsur.privacy import planning
+from dpsur.privacy import search as calibration_cache
 from dpsur.privacy.accountants import proven
 from dpsur.privacy.accountants.proven import SelectiveUpdate, event_divergence, selective_divergence
 from dpsur.privacy.accountants.selective import store

@@ -7,8 +7,8 @@ import pytest
 
 import dpsur
 from dpsur.cli import main
-from dpsur.reports import live
-from dpsur.reports.live import LivePage
+from dpsur.reports import html as live
+from dpsur.reports.html import LivePage
 from tests.conftest import blobs
 
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from dpsur.attacks.metrics import Scores, gains_of, hits_of, measure
-from dpsur.attacks.models import Recipe
-from dpsur.attacks.targets import plain_trainer
+from dpsur.attacks.targets import Recipe, plain_trainer
 from dpsur.functional.records import Examples
 from dpsur.presets import preset_named
 from dpsur.tasks import task_named

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 import dpsur
-from dpsur import display
+from dpsur import status as display
 from dpsur.cli import main
 from dpsur.runs import observers as progress
 from dpsur.status import silenced

@@ -16,8 +16,8 @@ from dpsur.functional.records import Examples
 from dpsur.mechanism import gaussian
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import Gaussian
-from dpsur.runs import holdout
-from dpsur.runs.holdout import noisy_figures, split_off
+from dpsur.runs import evaluation as holdout
+from dpsur.runs.evaluation import noisy_figures, split_off
 from dpsur.runs.verification import verify
 from dpsur.tasks.schema import RangeLoss
 from tests.conftest import blobs, small_model, stream

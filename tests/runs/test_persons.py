@@ -19,7 +19,7 @@ from dpsur.functional.records import Examples
 from dpsur.mechanism import block_tests
 from dpsur.mechanism.streams import FEATURES, SETUP, Streams
 from dpsur.per_example import clipped_sum
-from dpsur.privacy.texts import TEXTS
+from dpsur.privacy.statement import TEXTS
 from dpsur.runs import build_session as building
 from dpsur.runs.build_session import build_session
 from dpsur.runs.verification import statement_faults

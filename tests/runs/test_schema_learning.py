@@ -16,8 +16,7 @@ from dpsur.privacy.events import Gaussian, ThresholdedGaussian
 from dpsur.runs import schema_learning
 from dpsur.runs.input_features import InputFeatures
 from dpsur.runs.schema_learning import learn_schema, threshold
-from dpsur.tasks.columns import Category, Number
-from dpsur.tasks.schema import Schema
+from dpsur.tasks.schema import Category, Number, Schema
 from tests.mutants import Mutant, law_tests
 
 RECORDS, BUDGET = 3000, dpsur.Budget(3.0, 1e-5)

@@ -9,7 +9,7 @@ from torch import nn
 import dpsur
 from dpsur.cli import main
 from dpsur.methods import METHODS
-from dpsur.privacy.accountants import losses, menu, pld
+from dpsur.privacy.accountants import losses, pld
 from dpsur.runs.verification import verification
 
 RECORDS = 200
@@ -20,7 +20,7 @@ KINDS = {
 
 
 def forget():
-    for cached in (losses.sampled_gaussian, menu.dominating, pld._total):
+    for cached in (losses.sampled_gaussian, pld.dominating, pld._total):
         cached.cache_clear()
 
 

@@ -9,7 +9,7 @@ from dpsur.config import Performance, RunConfig
 from dpsur.functional.records import HostExamples, place
 from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.streams import BATCH, Streams
-from dpsur.privacy.texts import TEXTS
+from dpsur.privacy.statement import TEXTS
 from dpsur.runs.build_session import build_session
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import execute

@@ -14,7 +14,7 @@ from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
 from dpsur.functional.records import Examples
-from dpsur.networks.activations import TemperedSigmoid
+from dpsur.networks.general import TemperedSigmoid
 from dpsur.runs.fit import execute
 from dpsur.runs.tasks import (
     build_task_session,

@@ -20,8 +20,7 @@ from dpsur.cli import main as dpsur_main
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import METHODS
 from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.privacy.statement import plan_from_statement
-from dpsur.privacy.texts import TEXTS, Words, latest
+from dpsur.privacy.statement import TEXTS, Words, latest, plan_from_statement
 from dpsur.runs import verification
 from dpsur.runs.files import to_json
 from dpsur.runs.verification import CHECKED, MALFORMED, NOT_CHECKED, verify

@@ -11,7 +11,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.networks import NETWORKS, build_network
-from dpsur.networks.activations import TemperedSigmoid, build_activation
+from dpsur.networks.general import TemperedSigmoid, build_activation
 from dpsur.per_example import GradientBudget, check_model
 from dpsur.per_example.clipping import Engine, strategy_for
 

@@ -11,7 +11,7 @@ from PIL import Image
 import dpsur
 from dpsur.cli import main
 from dpsur.features import words
-from dpsur.runs.own_data import Given, own_task
+from dpsur.runs.tasks import Given, own_task
 from dpsur.tasks import Declared, task_named
 from tests.runs.test_predictor import SHARED, folder_of_images, notes, picture
 

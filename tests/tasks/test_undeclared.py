@@ -8,8 +8,7 @@ import pytest
 import dpsur
 from dpsur.cli import main
 from dpsur.errors import InvalidInputError
-from dpsur.tasks.tables import header
-from dpsur.tasks.undeclared import Undeclared
+from dpsur.tasks.tables import Undeclared, header
 
 BUDGET = dpsur.Budget(3.0, 1e-5)
 

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from dpsur import checks
-from dpsur.audits.bounds import Finding, largest_bound
-from dpsur.audits.canaries import Planter
-from dpsur.audits.one_run import (
+from dpsur.audits.bounds import (
+    Finding,
     claimed_curve,
     epsilon_of_guesses,
     gaussian_epsilon_of_guesses,
+    largest_bound,
     tail_probability_under,
 )
+from dpsur.audits.canaries import Planter
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.functional.persons import Groups, record_loss

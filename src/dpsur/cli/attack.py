@@ -9,7 +9,6 @@ import torch
 
 from dpsur import checks
 from dpsur.attacks.metrics import AttackMetrics, Scores, measure
-from dpsur.attacks.models import Recipe, SeparateModels, Trainer
 from dpsur.attacks.suite import (
     ATTACKS,
     AttackScores,
@@ -20,6 +19,9 @@ from dpsur.attacks.suite import (
 )
 from dpsur.attacks.targets import (
     PrivateTarget,
+    Recipe,
+    SeparateModels,
+    Trainer,
     attacked_pool,
     count_persons,
     plain_features,
@@ -41,8 +43,7 @@ from dpsur.methods import METHODS, Nonprivate, method_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.runs.build_session import choose_device
-from dpsur.runs.evaluation import check_fits
-from dpsur.runs.holdout import split_off
+from dpsur.runs.evaluation import check_fits, split_off
 from dpsur.runs.release import read_release
 from dpsur.runs.tasks import subset
 from dpsur.status import silenced

@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 
 from dpsur.errors import InvalidInputError
-from dpsur.runs.export import SIGNATURE, export
-from dpsur.runs.predictor import load
+from dpsur.runs.predictor import SIGNATURE, export, load
 from dpsur.status import status
 
 DESCRIPTION = """\

@@ -43,9 +43,8 @@ from dpsur.runs.planning import (
 )
 from dpsur.status import status
 from dpsur.tasks.base import WORD_ROWS, Task
-from dpsur.tasks.columns import Category, Number, Text
 from dpsur.tasks.declared import image_shape
-from dpsur.tasks.schema import Schema
+from dpsur.tasks.schema import Category, Number, Schema, Text
 
 DESCRIPTION = """\
 Say what a run would cost and roughly give, before any record is read.
@@ -259,7 +258,7 @@ def described_task(options: argparse.Namespace, schema: Schema | None) -> Task:
         raise InvalidInputError(
             f"records must be a whole number of at least 1, got {options.records}"
         )
-    from dpsur.features.words import WORDS_DIMENSION
+    from dpsur.features.table import WORDS_DIMENSION
     from dpsur.tasks.npz import image_networks
 
     classes = options.classes or 2

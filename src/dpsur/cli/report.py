@@ -10,8 +10,7 @@ from typing import Any
 from dpsur.cli.parser import figure_path
 from dpsur.errors import InvalidInputError
 from dpsur.reports import read_report, render_report
-from dpsur.reports.contents import NO_NOTES
-from dpsur.reports.officer import Notes
+from dpsur.reports.contents import NO_NOTES, Notes
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.files import write_atomically
 from dpsur.runs.plots import KINDS, RunCurves, plot_runs

@@ -27,23 +27,21 @@ from dpsur.functional.persons import DEFAULT_RECORDS
 from dpsur.options import flag
 from dpsur.presets import AUTO, explain_auto
 from dpsur.privacy.events import Ledger, LossTest
-from dpsur.privacy.rejections import NOT_HIDDEN
+from dpsur.privacy.plan import NOT_HIDDEN
 from dpsur.privacy.statement import PERSON, RECORD, format_epsilon, metric_text
-from dpsur.reports.live import LivePage
+from dpsur.reports.html import LivePage
 from dpsur.runs.build_session import drawing_records
 from dpsur.runs.checkpoint import load_statistics
-from dpsur.runs.evaluation import objection, shown_scores
+from dpsur.runs.evaluation import doubts, objection, shown_scores
 from dpsur.runs.files import RunFolder, finite, resume_command
 from dpsur.runs.fit import execute
-from dpsur.runs.holdout import doubts
 from dpsur.runs.input_features import InputFeatures
-from dpsur.runs.observers import ProgressBar
+from dpsur.runs.observers import TRACKERS, ProgressBar, check_track, tracked
 from dpsur.runs.planning import prospect
 from dpsur.runs.result import Run
 from dpsur.runs.schema_learning import learn_schema
 from dpsur.runs.session import Observer, Session
 from dpsur.runs.tasks import build_task_session, features_of, load_records, note_privately, task_of
-from dpsur.runs.trackers import TRACKERS, check_track, tracked
 from dpsur.status import silenced, status
 from dpsur.tasks.schema import Schema
 from dpsur.tasks.tables import table_path

@@ -29,8 +29,7 @@ from dpsur.features.layers import (
     group_norm,
 )
 from dpsur.features.scattering import Scattering2d
-from dpsur.features.table import TableLayout, TableRows
-from dpsur.features.words import words
+from dpsur.features.table import TableLayout, TableRows, words
 
 Shape = tuple[int, ...]
 # How features can be normalised (see `dpsur.runs.input_features`).
@@ -141,7 +140,7 @@ FEATURES: dict[str, Features] = {
         Features("pixels", "the inputs themselves", _none),
         Features("tokens", "the inputs themselves", _none),
         Features("vectors", "the inputs themselves", _none),
-        Features("words", "the inputs themselves: rows of norm 1, as dpsur.features.words", _none),
+        Features("words", "the inputs themselves: rows of norm 1, as dpsur.features.table", _none),
         Features(TABLE, "columns of a table: noisy quantiles in soft bins, rows of norm 1", _none),
         Features(
             "scattering", "wavelet moduli, 81 per channel, a quarter of the size", _scattering

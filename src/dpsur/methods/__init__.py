@@ -2,8 +2,7 @@
 
 from dpsur.errors import InvalidInputError
 from dpsur.methods.base import Method
-from dpsur.methods.dpsgd import Dpsgd, DpsgdHf, Dpsur
-from dpsur.methods.nonprivate import Nonprivate
+from dpsur.methods.dpsgd import Dpsgd, DpsgdHf, Dpsur, Nonprivate
 
 METHODS: dict[str, type[Method]] = {
     method.name: method for method in (Dpsur, Dpsgd, DpsgdHf, Nonprivate)

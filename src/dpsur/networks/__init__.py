@@ -8,13 +8,17 @@ import torch
 from torch import nn
 
 from dpsur.features.layers import WithFeatures, build_layers
-from dpsur.networks.general import linear, linear_features, linear_head, mlp, small_cnn
-from dpsur.networks.paper import (
+from dpsur.networks.general import (
     ImdbLstm,
     cifar_pixel_cnn,
     cifar_scattering_cnn,
+    linear,
+    linear_features,
+    linear_head,
+    mlp,
     pixel_cnn,
     scattering_cnn,
+    small_cnn,
 )
 from dpsur.registry import build
 

@@ -8,8 +8,8 @@
 Every path of Opacus 1.6 can be imported (`names.py`). What is different is in docs/from_opacus.md.
 """
 
+from dpsur.engine.loader import BatchMemoryManager
 from dpsur.opacus import names
-from dpsur.opacus.memory import BatchMemoryManager
 from dpsur.opacus.modules import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from dpsur.opacus.privacy_engine import PrivacyEngine
 from dpsur.opacus.validation import ModuleValidator

@@ -67,12 +67,11 @@ WORKS = {
     "privacy_engine": "PrivacyEngine",
     "accounting": "IAccountant PRVAccountant RDPAccountant create_accountant register_accountant "
     "get_noise_multiplier",
-    "modules": f"{_LAYERS} {_MODULE_UTILS} DifferentiallyPrivateDistributedDataParallel",
-    "validation": f"ModuleValidator {_ERRORS} {_VALIDATOR}",
-    "gradients": "check_per_sample_gradients_are_correct compute_microbatch_grad_sample "
+    "modules": f"{_LAYERS} {_MODULE_UTILS} DifferentiallyPrivateDistributedDataParallel "
+    "BatchMemoryManager check_per_sample_gradients_are_correct compute_microbatch_grad_sample "
     "compute_opacus_grad_sample compute_grad_samples_microbatch_and_opacus get_grad_sample_modes "
     "is_batch_empty ModelWithLoss",
-    "memory": "BatchMemoryManager",
+    "validation": f"ModuleValidator {_ERRORS} {_VALIDATOR}",
 }
 # The module paths of Opacus, their names, and why those that do not work are refused.
 _GSM = "grad_sample_module_fast_gradient_clipping"

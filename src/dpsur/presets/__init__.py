@@ -4,8 +4,7 @@ from typing import Final
 
 from dpsur.errors import InvalidInputError
 from dpsur.presets.auto import auto_preset, encoder_preset, explain_auto
-from dpsur.presets.base import DataFacts, Preset
-from dpsur.presets.settings_tables import TABLES, is_table, table_preset
+from dpsur.presets.base import TABLES, DataFacts, Preset, is_table, table_preset
 
 ENCODER, AUTO = "encoder", "auto"
 PRESETS: Final = (*TABLES, ENCODER, AUTO)

@@ -42,7 +42,7 @@ def selective_epsilon(
     removing one record, provided that `updates` is fixed before the first trial, that everything a
     rejected trial touched is restored, that the number of rejected trials stays private, and that
     a run which gives up does so no earlier than after `least_cap` trials
-    (`dpsur.privacy.rejections`) and then releases nothing. The epsilon is an upper bound,
+    (`dpsur.privacy.plan`) and then releases nothing. The epsilon is an upper bound,
     infinite where none is known.
     """
     trial = _trial(sample_rate, noise_multiplier, test, acceptance, val_sample_rate)

@@ -13,13 +13,13 @@ from dpsur.privacy.statement import (
     RECORD,
     RECORDS_PER_PERSON,
     SAMPLED_BY,
+    Words,
     format_epsilon,
     group_rows,
     shown_settings,
     unit_of,
     words_of,
 )
-from dpsur.privacy.texts import Words
 
 Rows = list[tuple[str, str]]
 FIGURES = ("proven_pld", "proven", "proven_lower", "every_trial", "published")

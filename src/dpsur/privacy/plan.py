@@ -6,14 +6,25 @@ only those that are accepted, after how many trials a run gives up, and which no
 DP-SGD and DPSUR are one phase of equal trials, DPIS is one phase of choices from a menu, and a
 search for a learning rate has one phase for each of its blocks. Where steps are free to depend on
 what was released, the plan has a filter: an allowance that they must fit.
+
+Where rejections are not charged: the cap on trials, and ways to hide how many were rejected.
+
+A run that pays for accepted updates alone gives up after so many trials that giving up costs a
+negligible part of delta. The number of its rejections is private, and it shows in how long the run
+takes. `constant` makes a number of trials that was fixed before the run: those after the last
+update are real trials whose outcome is dropped. `delay` is the paper's suggestion, a random wait
+after every accepted update: it blurs the duration and proves nothing.
 """
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Literal
+
+from scipy.special import bdtr
 
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
@@ -44,15 +55,48 @@ from dpsur.privacy.events import (
     event_from_json,
     event_to_json,
 )
-from dpsur.privacy.rejections import (
-    DELAY,
-    NOT_HIDDEN,
-    WAYS_TO_HIDE,
-    early_end,
-    least_cap,
-    trial_cap,
-)
 from dpsur.privacy.search import least_noise
+
+NOT_HIDDEN, DELAY, CONSTANT = "no", "delay", "constant"
+WAYS_TO_HIDE = (NOT_HIDDEN, DELAY, CONSTANT)
+
+
+def trial_cap(test: Test, updates: int, budget: Budget) -> int:
+    """Trials after which a run gives up, so late that giving up costs less than CAP_SHARE * delta.
+
+    Stopping early fails with probability at most eta = P[Bin(m, a_min) < T] for any data, and
+    turns (epsilon, delta) into (epsilon, delta + (1 + e^epsilon) eta).
+    """
+    if test.accept_min == 0:
+        raise BudgetError(
+            f"{test} never accepts the worst candidate, so no number of trials is enough; raise "
+            "accept_threshold or val_noise_multiplier"
+        )
+    enough = math.ceil(1.5 * updates / test.accept_min)
+    while not late_enough(test, updates, budget, enough):
+        enough = math.ceil(1.25 * enough)
+    return enough
+
+
+def late_enough(test: Test, updates: int, budget: Budget, trials: int) -> bool:
+    """Whether giving up after so many trials costs no more than is set aside for it."""
+    allowed = CAP_SHARE * budget.delta / (1 + math.exp(min(budget.epsilon, 700.0)))
+    return early_end(test, updates, trials) <= allowed
+
+
+def early_end(test: Test, updates: int, trials: int) -> float:
+    """The largest probability that so many trials are not enough, for any records."""
+    return float(bdtr(updates - 1, trials, test.accept_min))
+
+
+def least_cap(test: Test, updates: int, budget: Budget) -> int:
+    """The smallest cap on trials that delta pays for: a run that continues to it makes no more."""
+
+    def enough(trials: int) -> bool:
+        return late_enough(test, updates, budget, trials)
+
+    return bisect_left(range(trial_cap(test, updates, budget)), True, key=enough)
+
 
 BlockTest = Gaussian | SampledGaussian
 Charges = list[tuple[Event, int]]

@@ -29,7 +29,6 @@ from dpsur.privacy.accounting import (
     planned_charges,
 )
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibration_cache import cached, cached_noise
 from dpsur.privacy.events import Event, Gaussian, Menu, NonPrivate, SampledGaussian, Trial
 from dpsur.privacy.plan import (
     ACCEPTED,
@@ -42,9 +41,11 @@ from dpsur.privacy.plan import (
     Plan,
     kept_delta,
     step_divergence,
+    trial_cap,
 )
-from dpsur.privacy.rejections import trial_cap
 from dpsur.privacy.search import (
+    cached,
+    cached_noise,
     least_noise,
     most_repetitions,
     noise_at_least,

@@ -19,7 +19,6 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.per_example import explain
 from dpsur.privacy.statement import plan_from_statement
-from dpsur.reports.officer import Notes
 from dpsur.runs.evaluation import check_fits, evaluate
 from dpsur.runs.files import release_folder
 from dpsur.runs.plots import (
@@ -34,8 +33,21 @@ from dpsur.runs.release import read_release
 from dpsur.runs.verification import statement_faults
 from dpsur.tasks import TASKS, load_test_records
 
-NO_NOTES = Notes()
 MOST_CLASSES = 20  # of a confusion matrix that people can read
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What the user adds to a report. `earlier` are releases from the same records before this."""
+
+    purpose: str | None = None
+    controller: str | None = None
+    date: str | None = None
+    test_origin: str | None = None
+    earlier: str | None = None
+
+
+NO_NOTES = Notes()
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,172 @@
-"""One self-contained HTML page about a run: no scripts, no network, readable on a phone."""
+"""One self-contained HTML page about a run: no scripts, no network, readable on a phone.
+
+The part of a report for a data protection officer: who, what for, from when, and how strong.
+
+Purpose, controller and earlier releases are what the user says; nothing here is private.
+
+A page about a run that is under way: it reloads itself, and stops doing so when the run ends.
+
+    with LivePage(Path("run/report.html"), "run") as page:
+        ...                                   # page is an observer of the run
+
+The page shows what the progress bar does: how far the run is, the budget spent and scores on public
+records. How often it changes is a figure of time, so only its owner can read it, until the report
+of the finished run takes its place.
+"""
 
 import html
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from dpsur.privacy.statement import PERSON, format_epsilon, group_rows, shown_settings, unit_of
-from dpsur.reports.contents import ReportContents, TestResult
-from dpsur.reports.officer import declared_rows, epsilon_text, officer_section
+from dpsur.mechanism.state import Verdict
+from dpsur.mechanism.trial import Progress
+from dpsur.privacy.plan import Plan
+from dpsur.privacy.statement import (
+    PERSON,
+    format_epsilon,
+    group_rows,
+    metric_text,
+    shown_settings,
+    unit_of,
+)
+from dpsur.reports.contents import Notes, ReportContents, TestResult
 from dpsur.runs.evaluation import objection, shown_scores
+from dpsur.runs.files import write_atomically
 from dpsur.runs.plots import Curve, guess_bound
+
+# Epsilons on the scale, and the ends of the scale.
+MARKS = (0.1, 0.3, 1.0, 3.0, 10.0)
+LOW, HIGH = 0.05, 20.0
+WIDTH, HEIGHT, SIDE = 400, 92, 20
+
+
+def epsilon_text(epsilon: float) -> str:
+    """Three digits, rounded up: a guarantee must not look better than it is."""
+    if epsilon <= 0 or not math.isfinite(epsilon):
+        return f"{epsilon:g}"
+    unit = 10.0 ** (math.floor(math.log10(epsilon)) - 2)
+    rounded = math.ceil(epsilon / unit - 1e-9) * unit
+    return f"{rounded:.{max(0, -math.floor(math.log10(unit) + 1e-9))}f}"
+
+
+def right_guesses(epsilon: float) -> float:
+    """How often the best guess about one record is right, at even odds, for epsilon alone."""
+    return 1 / (1 + math.exp(-epsilon))
+
+
+def officer_section(notes: Notes, statement: Mapping[str, Any]) -> str:
+    """Who answers for the model, and a scale that places its epsilon."""
+    not_said = "not stated"
+    rows = [
+        ("Purpose", notes.purpose or not_said),
+        ("Controller", notes.controller or not_said),
+        ("Date of this report", notes.date or not_said),
+        (
+            "Who is protected",
+            statement["unit"]
+            + (
+                ""
+                if unit_of(statement) == PERSON
+                else "; of a person with k records, epsilon is k times as large, and delta "
+                "grows too"
+            ),
+        ),
+        ("Origin of the test records", notes.test_origin or not_said),
+        (
+            "Earlier releases from the same records",
+            notes.earlier
+            or f"{not_said}; if there are any, the epsilons and deltas of all of them add up",
+        ),
+    ]
+    body = "".join(f"<tr><th>{_escaped(a)}</th><td>{_escaped(b)}</td></tr>" for a, b in rows)
+    epsilon = statement["guarantee"]["epsilon"]
+    scale = "" if epsilon is None or math.isinf(epsilon) else _scale(epsilon)
+    return (
+        f'<section><h2>For the record</h2><div class="scroll"><table>{body}</table></div>{scale}'
+        '<p class="sign">Reviewed by: <span></span> Date: <span></span></p></section>'
+    )
+
+
+def _scale(epsilon: float) -> str:
+    """A logarithmic scale of epsilon, with how often a guess can be right below it."""
+    baseline = 46
+
+    def place(value: float) -> float:
+        share = math.log(value / LOW) / math.log(HIGH / LOW)
+        return SIDE + min(1.0, max(0.0, share)) * (WIDTH - 2 * SIDE)
+
+    parts = [
+        f'<line class="axis" x1="{SIDE}" x2="{WIDTH - SIDE}" y1="{baseline}" y2="{baseline}"/>'
+    ]
+    for mark in MARKS:
+        at = place(mark)
+        parts.append(
+            f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{baseline - 5}" '
+            f'y2="{baseline + 5}"/>'
+            f'<text x="{at:.1f}" y="{baseline + 21}" text-anchor="middle">{mark:g}</text>'
+            f'<text x="{at:.1f}" y="{baseline + 38}" text-anchor="middle">'
+            f"{_percent(right_guesses(mark))}</text>"
+        )
+    here = place(epsilon)
+    anchor = "middle" if 60 < here < WIDTH - 60 else ("start" if here <= 60 else "end")
+    parts.append(
+        f'<circle class="dot" cx="{here:.1f}" cy="{baseline}" r="6"/>'
+        f'<text class="here" x="{here:.1f}" y="{baseline - 16}" text-anchor="{anchor}">'
+        f"this model: {epsilon_text(epsilon)}</text>"
+    )
+    words = (
+        "Epsilon, and below it how often someone who knows everything else can guess rightly "
+        "whether a given record was used, at even odds; 50% is no information. The limit for this "
+        "model is often lower and stands above."
+    )
+    return (
+        f'<svg class="scale" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="epsilon {epsilon:.3g} on a scale from {LOW:g} to {HIGH:g}">'
+        f"{''.join(parts)}</svg>"
+        f'<p class="small soft">{words}</p>'
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share < 0.99 else f"{math.floor(share * 1000) / 10:g}%"
+
+
+def declared_rows(public: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the user declared to be public, in words."""
+    rows = []
+    for name, value in public.items():
+        title = f"{name.replace('_', ' ').capitalize()} (declared public)"
+        if name == "schema":
+            for part in ("columns", "target"):
+                shown = "; ".join(f"{key}: {_column(one)}" for key, one in value[part].items())
+                rows.append((f"{part.capitalize()} (declared public)", shown))
+        elif name == "inputs":
+            size = value.get("shape") or [value.get("dimension")]
+            rows.append((title, f"{value['kind']} of {' x '.join(map(str, size))} numbers"))
+        else:
+            rows.append((title, ", ".join(map(str, value)) if _listed(value) else str(value)))
+    return rows
+
+
+def _listed(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _column(column: Mapping[str, Any]) -> str:
+    if "values" in column:
+        shown = [str(one) for one in column["values"][:6]]
+        return "one of " + ", ".join(shown) + (", ..." if len(column["values"]) > 6 else "")
+    if "low" in column:
+        return f"{column['low']:g} to {column['high']:g}"
+    return str(column.get("kind"))
+
+
+def _escaped(value: object) -> str:
+    return html.escape(str(value))
+
 
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 72, 16, 12, 44
@@ -465,3 +622,89 @@ def _verify(contents: ReportContents) -> str:
         "change the statement.</p>"
         f'<p class="small soft">SHA-256 of the weights: <code>{_text(digest)}</code></p></section>'
     )
+
+
+# Seconds between two pages, and after which a browser reads the next.
+SECONDS, RELOAD = 2.0, 3
+
+
+class LivePage:
+    """An observer that keeps a page of the run; leaving the context ends its reloading."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name = path, name
+        self._plan: Plan | None = None
+        self._passed = 0
+        self._due = 0.0
+        self._spent = self._scores = self._paid = ""
+        self._evaluated: list[tuple[float, float]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._plan is not None:
+            self._write("stopped before its end" if kind else "finished")
+
+    def started(self, plan: Plan, progress: Progress) -> None:
+        """Show the plan."""
+        self._plan, self._passed = plan, plan.elapsed(progress.ledger)
+        self._write()
+
+    def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
+        """Advance."""
+        del verdicts
+        assert self._plan is not None
+        self._passed = self._plan.elapsed(progress.ledger)
+        if time.perf_counter() < self._due:
+            return
+        if not self._plan.run_all_trials and progress.ledger.updates:
+            self._note_spent(self._plan.spent(progress.ledger))
+        self._write()
+
+    def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
+        """Show the budget spent and the scores on public records."""
+        del progress
+        assert self._plan is not None
+        if self._plan.run_all_trials:  # accuracy at a given trial reveals rejections
+            return
+        self._note_spent(epsilon)
+        self._scores = ", ".join(f"{name} {figure}" for name, figure in shown_scores(scores))
+        if "accuracy" in scores:
+            self._evaluated.append((self._passed, scores["accuracy"]))
+        self._write()
+
+    def measured(self, progress: Progress, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show noisy values of the training records, which are paid for."""
+        del progress
+        self._paid = ", ".join(metric_text(row) for row in rows)
+        self._write()
+
+    def _note_spent(self, epsilon: float) -> None:
+        assert self._plan is not None
+        self._spent = f"{epsilon_text(epsilon)} of {self._plan.budget.epsilon:g}"
+
+    def _write(self, ended: str | None = None) -> None:
+        plan = self._plan
+        assert plan is not None
+        unit = "trials" if plan.run_all_trials else plan.unit
+        rows = [
+            ("Progress", f"{self._passed:,} of {plan.duration:,} {unit}"),
+            ("Epsilon spent so far", self._spent or "not yet known"),
+            ("Plan", plan.describe()),
+        ]
+        rows += [("Public test records", self._scores)] if self._scores else []
+        rows += [("Training records (noisy, paid)", self._paid)] if self._paid else []
+        words = f"The run has {ended}." if ended else "The run is under way; this page follows it."
+        bar = f'<progress value="{self._passed}" max="{plan.duration}"></progress>'
+        parts = [f"<section><p>{words}</p>{bar}</section>", two_columns("So far", rows)]
+        if len(self._evaluated) > 1:
+            updates, accuracies = zip(*self._evaluated, strict=True)
+            curve = Curve("accuracy", updates, accuracies)
+            note = "Accuracy of the kept weights, on public test records."
+            chart = chart_section("Accuracy", curve, unit, "accuracy", note, percent=True)
+            parts.append(f'<div class="grid">{chart}</div>')
+        reload = None if ended else RELOAD
+        text = page(f"Privacy report: {self._name}", parts, "Written by dpsur.", reload=reload)
+        write_atomically(self._path, text.encode("utf-8"), mode=0o600)
+        self._due = time.perf_counter() + SECONDS

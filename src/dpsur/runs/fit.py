@@ -1,10 +1,16 @@
-"""Train a model under a privacy budget."""
+"""Train a model under a privacy budget.
+
+Several runs at once in one process, for seeds of one experiment.
+
+A small network does not fill a GPU. Runs take turns, a block of trials each; those on CUDA graphs
+are replayed on separate streams. Every run ends as it would alone.
+"""
 
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -23,7 +29,7 @@ from dpsur.config import (
 )
 from dpsur.distributed import connect, restarted
 from dpsur.environment import versions
-from dpsur.errors import InvalidInputError, PrivacyWarning, ReplayError
+from dpsur.errors import InvalidInputError, NothingReleasedError, PrivacyWarning, ReplayError
 from dpsur.functional.persons import (
     DEFAULT_RECORDS,
     Groups,
@@ -40,7 +46,7 @@ from dpsur.methods import METHODS, Method
 from dpsur.networks import build_network
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.rejections import DELAY, NOT_HIDDEN
+from dpsur.privacy.plan import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import (
     DECLARED_SIZE,
     GROUP_SIZE,
@@ -60,17 +66,20 @@ from dpsur.runs.evaluation import (
     LABEL_LOSSES,
     NUMBER_LOSS_MODULES,
     NUMBER_LOSSES,
+    check_target,
     evaluate,
     is_one_of,
+    noisy_figures,
+    split_off,
 )
 from dpsur.runs.files import BOOKING, CURVES, RunFolder, to_json, write_atomically
-from dpsur.runs.holdout import check_target, noisy_figures, split_off
-from dpsur.runs.observers import RandomDelays, Recorder, default_progress, draw_curves
-from dpsur.runs.own_data import (
-    Given,
-    better_for_images,
-    own_task,
-    task_network,
+from dpsur.runs.observers import (
+    RandomDelays,
+    Recorder,
+    check_track,
+    default_progress,
+    draw_curves,
+    tracked,
 )
 from dpsur.runs.release import (
     CLASSES,
@@ -85,8 +94,14 @@ from dpsur.runs.replay import AT_RANDOM, Choose, Replayed, commitments, stated_c
 from dpsur.runs.replay import replay as replay_run
 from dpsur.runs.result import PrivateDiagnostics, Run
 from dpsur.runs.session import Observer, Session
-from dpsur.runs.tasks import note_privately, origin_of
-from dpsur.runs.trackers import check_track, tracked
+from dpsur.runs.tasks import (
+    Given,
+    better_for_images,
+    note_privately,
+    origin_of,
+    own_task,
+    task_network,
+)
 from dpsur.runs.validation import check_observers
 from dpsur.status import notes, silenced
 from dpsur.tasks import Task
@@ -629,3 +644,88 @@ def _holdout_figures(session: Session, model: nn.Module) -> dict[str, Any] | Non
         target=(session.plan.epsilon(), session.plan.budget.delta),
         stream=session.streams.at(SETUP)[HOLDOUT],
     )
+
+
+# A run, or why nothing may be released from it: the others are not to suffer from that.
+Outcome = Run | NothingReleasedError
+
+
+def run_together(
+    sessions: Sequence[Session], observers: Sequence[Sequence[Observer]] | None = None
+) -> list[Outcome]:
+    """Run prepared sessions to their ends, and return what each of them came to, in their order.
+
+    `observers` are called with every run's trials, a sequence for each session. Records that
+    are on the device already, and given to all sessions, are there only once.
+
+    Formal guarantee: each run has its own, as if it were alone; together they are a composition.
+    """
+    watching = [()] * len(sessions) if observers is None else observers
+    if len(watching) != len(sessions):
+        raise InvalidInputError(
+            f"{len(watching)} groups of observers for {len(sessions)} sessions: give one for each"
+        )
+    for text in dict.fromkeys(text for session in sessions for text in objections(session)):
+        warnings.warn(text, PrivacyWarning, stacklevel=2)
+    runs = [_Interleaved(session, seen) for session, seen in zip(sessions, watching, strict=True)]
+    try:
+        while any(run.outcome is None for run in runs):
+            active = [run for run in runs if run.outcome is None]
+            for run in active:
+                run.launch()
+            for run in active:
+                run.collect()
+    finally:
+        for run in runs:
+            run.close()
+    return [run.outcome for run in runs if run.outcome is not None]
+
+
+class _Interleaved:
+    """One of several runs, with a CUDA stream to itself."""
+
+    def __init__(self, session: Session, observers: Sequence[Observer]) -> None:
+        self.outcome: Outcome | None = None
+        self._session, self._recorder = session, Recorder()
+        self._stream: torch.cuda.Stream | None = None
+        if session.streams.device.type == "cuda":
+            self._stream = torch.cuda.Stream(session.streams.device)  # type: ignore[no-untyped-call]
+        with self._own_stream():
+            self._active = session.start([self._recorder, *observers])
+
+    def launch(self) -> None:
+        """Start the next block of trials."""
+        with self._own_stream():
+            if not self._active.finished:
+                self._active.launch()
+
+    def collect(self) -> None:
+        """Wait for the block, or finish the run."""
+        with self._own_stream():
+            if not self._active.finished:
+                self._active.collect()
+                return
+            try:
+                progress = self._active.finish()
+                self.outcome = finish_run(self._session, progress, self._recorder, NO_ORIGIN)
+            except NothingReleasedError as error:
+                self.outcome = error
+
+    def close(self) -> None:
+        """Stop what is done in the background."""
+        self._active.close()
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Work beside the others, after what was there before and before what comes after."""
+        with self._session.arithmetic():
+            if self._stream is None:
+                yield
+                return
+            device = self._session.streams.device
+            outer = torch.cuda.current_stream(device)
+            self._stream.wait_stream(outer)
+            with torch.cuda.stream(self._stream):
+                yield
+            if self.outcome is not None:
+                outer.wait_stream(self._stream)

@@ -30,8 +30,7 @@ from dpsur.privacy.events import Event
 from dpsur.runs.fit import fit
 from dpsur.runs.plots import guess_bound, tradeoff
 from dpsur.status import silenced
-from dpsur.tasks.columns import Category, Number
-from dpsur.tasks.schema import Schema
+from dpsur.tasks.schema import Category, Number, Schema
 
 # How often the best guess is right on the synthetic tables: their columns say much, or nearly
 # everything, about the class. Where columns say nothing there is nothing to lose.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from dpsur import checks
-from dpsur.display import html_table
 from dpsur.methods import Method
 from dpsur.per_example import EngineReport
 from dpsur.privacy.events import Ledger
@@ -22,8 +21,8 @@ from dpsur.runs.files import RunFolder
 from dpsur.runs.plots import RunCurves, plot_runs
 from dpsur.runs.predictor import Predictor
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
-from dpsur.status import notes
-from dpsur.tasks.columns import Values
+from dpsur.status import html_table, notes
+from dpsur.tasks.schema import Values
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

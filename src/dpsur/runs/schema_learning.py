@@ -29,16 +29,17 @@ from dpsur.per_example import ClippedSum
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import ThresholdedGaussian
 from dpsur.privacy.search import least_noise
-from dpsur.tasks.columns import (
+from dpsur.tasks.schema import (
     MOST_VALUES,
     Category,
     Column,
+    Learned,
     Number,
+    Schema,
     column_names,
     name_of,
     numbers_of,
 )
-from dpsur.tasks.schema import Learned, Schema
 from dpsur.tasks.tables import LONGEST_NAME, header, read_columns
 
 # The grid of numbers: zero, and half octaves of both signs.

@@ -24,7 +24,6 @@ from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.account import replays
 from dpsur.privacy.accountants.rdp import RenyiFilter
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibration_cache import ignore_cache
 from dpsur.privacy.events import (
     CoinTest,
     Gaussian,
@@ -39,8 +38,8 @@ from dpsur.privacy.events import (
     feature_statistics,
 )
 from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.privacy.plan import Plan
-from dpsur.privacy.rejections import CONSTANT, DELAY, NOT_HIDDEN, least_cap
+from dpsur.privacy.plan import CONSTANT, DELAY, NOT_HIDDEN, Plan, least_cap
+from dpsur.privacy.search import ignore_cache
 from dpsur.privacy.second_opinion import Opinion, statement_opinions
 from dpsur.privacy.statement import (
     ACCURACY,

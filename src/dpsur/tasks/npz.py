@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import features_named, words
-from dpsur.features.words import WORDS_DIMENSION
+from dpsur.features.table import WORDS_DIMENSION
 from dpsur.functional.records import Examples
 from dpsur.networks.general import LEAST_IMAGE
 from dpsur.tasks.base import (

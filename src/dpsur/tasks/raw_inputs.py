@@ -20,10 +20,9 @@ from torch import Tensor
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import words
-from dpsur.tasks.columns import Table
 from dpsur.tasks.images import ENDINGS, images_in, read_images
 from dpsur.tasks.npz import DamagedFileError, read_arrays
-from dpsur.tasks.schema import Schema
+from dpsur.tasks.schema import Schema, Table
 from dpsur.tasks.tables import JSON_LINES, read_inputs, read_values
 
 TABLE_FILES = (".csv", ".tsv", ".txt", ".parquet", *JSON_LINES)

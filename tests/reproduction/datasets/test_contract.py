@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dpsur.errors import InvalidInputError
-from dpsur.features.words import words
+from dpsur.features.table import words
 from dpsur.tasks import TASKS, task_named
 from reproduction.datasets import DATA_SETS, load_arrays
 from reproduction.datasets.store import MISSING, status_of

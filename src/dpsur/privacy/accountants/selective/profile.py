@@ -27,8 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dpsur.privacy.accountants.selective.divergence import COARSE, divergence
-from dpsur.privacy.accountants.selective.frame import vertices
-from dpsur.privacy.accountants.selective.pair import Array, Choice, Direction, chord
+from dpsur.privacy.accountants.selective.pair import Array, Choice, Direction, chord, vertices
 
 # Rounding, of the sum of the sizes of what is added up. Logarithms of weights are at most a few
 # hundred in size, so that weights are right to 3e-14 of themselves.

@@ -1,5 +1,0 @@
-"""`BatchMemoryManager`."""
-
-from dpsur.engine.loader import BatchMemoryManager
-
-__all__ = ["BatchMemoryManager"]
