@@ -216,7 +216,7 @@ def page(rows: Sequence[Row], found: Found) -> str:
             for part in NOTES.strip().format(sources=sources, seconds=seconds).split("\n\n")
         ),
         "On data that played no part in these rules: [unseen data](tables/unseen.md); on "
-        "[tables](tables.md).",
+        "[tables](tables/tables.md).",
         "Rendered by `python -m reproduction heads` from its rows; the table as data: "
         "[results.csv](tables/results.csv).",
     ]

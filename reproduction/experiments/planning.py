@@ -137,7 +137,7 @@ class Planning(OneByOne):
             *(TEXT, accuracy_text(pairs) + "\n", Table(ACCURACY, accuracies).markdown() + "\n"),
             *(COSTS_TEXT, costs_text(pairs) + "\n", Table(COSTS, costs).markdown() + "\n", END),
         ]
-        return [Page("planning.md", "\n".join(parts))]
+        return [Page("tables/planning.md", "\n".join(parts))]
 
 
 EXPERIMENT = Planning()

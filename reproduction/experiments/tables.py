@@ -64,7 +64,7 @@ knowledge. The last two columns have no privacy.
 
 The tables come from R packages (mlbench, modeldata, kernlab, ggplot2, AER, carData, dslabs);
 *hospital* is made up: 20,000 records, 15 columns, 16% positive, ten seeds. Settings were chosen on
-held-out training records of the first nine tables ([what others give](tables/tables-rule.md)), the
+held-out training records of the first nine tables ([what others give](tables-rule.md)), the
 kind of features on those of MplsStops too, so that its rows are no independent evidence; PSID7682,
 movielens and hospital had no part. Settings were first found by a simulation of the same model that
 is not part of the repository; what can be run again is each setting changed by itself, with one
@@ -133,7 +133,7 @@ class Tables(OneByOne):
         parts += ["## Every seed\n", spread_text(records) + "\n", END]
         columns = [Column(name, name) for name in records[0]] if records else COLUMNS
         return [
-            Page("tables.md", "\n".join(parts)),
+            Page("tables/tables.md", "\n".join(parts)),
             Page("tables/tables.csv", Table(columns, records).csv()),
         ]
 

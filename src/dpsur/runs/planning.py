@@ -8,7 +8,7 @@
 Noise and the limit on attacks follow from public facts. What privacy costs in accuracy is simulated
 for tables: the same training on synthetic tables with the same columns. For images and texts it is
 what privacy cost on public data sets at the same product of records and epsilon, with room on both
-sides. How often the ranges held is on the page docs/planning.md.
+sides. How often the ranges held is on the page docs/tables/planning.md.
 """
 
 import math
