@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from dpsur.cli import main
 from dpsur.errors import InvalidInputError
-from dpsur.runs.release import SIGNATURE, new_key, sign, signature_faults
+from dpsur.runs.files import SIGNATURE, new_key, sign, signature_faults
 
 KEPT = Path(__file__).parents[1] / "fixtures" / "releases" / "coin"
 

@@ -3,7 +3,7 @@
 import argparse
 
 from dpsur.errors import InvalidInputError
-from dpsur.runs.release import new_key, sign
+from dpsur.runs.files import new_key, sign
 
 DESCRIPTION = """\
 Sign every file of a release with an Ed25519 key, so that a later change is noticed.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.runs.files import RELEASE, RunFolder, finite, signature_faults
-from dpsur.runs.release import signature_faults
 from dpsur.runs.verification import CHECKED, NOT_CHECKED, verification
 from dpsur.status import status
 

@@ -40,7 +40,7 @@ from dpsur.runs.plots import Curve, guess_bound
 # Epsilons on the scale, and the ends of the scale.
 MARKS = (0.1, 0.3, 1.0, 3.0, 10.0)
 LOW, HIGH = 0.05, 20.0
-WIDTH, HEIGHT, SIDE = 400, 92, 20
+SCALE_WIDTH, SCALE_HEIGHT, SIDE = 400, 92, 20
 
 
 def epsilon_text(epsilon: float) -> str:
@@ -96,10 +96,11 @@ def _scale(epsilon: float) -> str:
 
     def place(value: float) -> float:
         share = math.log(value / LOW) / math.log(HIGH / LOW)
-        return SIDE + min(1.0, max(0.0, share)) * (WIDTH - 2 * SIDE)
+        return SIDE + min(1.0, max(0.0, share)) * (SCALE_WIDTH - 2 * SIDE)
 
     parts = [
-        f'<line class="axis" x1="{SIDE}" x2="{WIDTH - SIDE}" y1="{baseline}" y2="{baseline}"/>'
+        f'<line class="axis" x1="{SIDE}" x2="{SCALE_WIDTH - SIDE}" '
+        f'y1="{baseline}" y2="{baseline}"/>'
     ]
     for mark in MARKS:
         at = place(mark)
@@ -111,7 +112,7 @@ def _scale(epsilon: float) -> str:
             f"{_percent(right_guesses(mark))}</text>"
         )
     here = place(epsilon)
-    anchor = "middle" if 60 < here < WIDTH - 60 else ("start" if here <= 60 else "end")
+    anchor = "middle" if 60 < here < SCALE_WIDTH - 60 else ("start" if here <= 60 else "end")
     parts.append(
         f'<circle class="dot" cx="{here:.1f}" cy="{baseline}" r="6"/>'
         f'<text class="here" x="{here:.1f}" y="{baseline - 16}" text-anchor="{anchor}">'
@@ -123,7 +124,7 @@ def _scale(epsilon: float) -> str:
         "model is often lower and stands above."
     )
     return (
-        f'<svg class="scale" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'<svg class="scale" viewBox="0 0 {SCALE_WIDTH} {SCALE_HEIGHT}" role="img" '
         f'aria-label="epsilon {epsilon:.3g} on a scale from {LOW:g} to {HIGH:g}">'
         f"{''.join(parts)}</svg>"
         f'<p class="small soft">{words}</p>'
