@@ -40,7 +40,7 @@ from reproduction.training import device_name
 
 EXPERIMENT = "bench-loops"
 ARMS = ("plain", "plain-captured", "private-step", "opacus-form", "opacus-hooks")
-SECONDS, MOST_STEPS, WARM_UP = 1.5, 60, 4
+SECONDS, MOST_STEPS, WARM_UP = 0.8, 40, 4
 LEARNING_RATE, MOMENTUM, NOISE, CLIP = 0.01, 0.9, 1.0, 1.0
 Batch = dict[str, Tensor]
 
