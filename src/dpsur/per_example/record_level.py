@@ -355,13 +355,13 @@ class RecordLevel(TorchFunctionMode):
 
     def _follows(self, values: Any) -> bool:
         """Whether a trained weight, or what was derived of some, is among the arguments."""
-        if isinstance(values, Tensor):
-            return self.tape.follows(values)
-        if isinstance(values, dict):
-            values = values.values()
-        elif not isinstance(values, (tuple, list)):
-            return False
-        return any(map(self._follows, values))
+        for value in values.values() if isinstance(values, dict) else values:
+            if isinstance(value, Tensor):
+                if self.tape.follows(value):
+                    return True
+            elif isinstance(value, (tuple, list, dict)) and self._follows(value):
+                return True
+        return False
 
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = self.tape
@@ -594,8 +594,9 @@ def _usual(
 ) -> Any:
     """A layer of one or several tensors with records in front."""
     values = tensors_of((args, kwargs))
-    fold = fold_of(values[0], _least_rank(module))
-    shown = [fold.into(level.show(value)) for value in values]
+    with torch._C.DisableTorchFunction():  # nothing here is for the level to answer
+        fold = fold_of(values[0], _least_rank(module))
+        shown = [fold.into(level.show(value)) for value in values]
     if isinstance(module, nn.EmbeddingBag) and len(values) > 1 and values[0].dim() != 2:
         raise NotSupportedError("bags with offsets")
     with level._outside(fold):
