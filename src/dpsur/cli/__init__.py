@@ -32,9 +32,9 @@ GROUPS = {
         "plan": ("dpsur.cli.plan:set_up", "what a run would cost and give, before it is made"),
         "evaluate": ("dpsur.cli.evaluate:set_up", "test a release on its task's public test set"),
         "predict": ("dpsur.cli.predict:set_up", "predictions of a release for new records"),
-        "export": ("dpsur.cli.export:set_up", "a program that needs no dpsur, features included"),
+        "export": ("dpsur.cli.predict:set_up_export", "a program that needs no dpsur"),
         "report": ("dpsur.cli.report:set_up", "one HTML page about a finished run"),
-        "compare": ("dpsur.cli.compare:set_up", "finished runs side by side"),
+        "compare": ("dpsur.cli.evaluate:set_up_compare", "finished runs side by side"),
         "plot": ("dpsur.cli.report:set_up_plot", "plot epsilon, accuracy or attack power of runs"),
         "methods": ("dpsur.cli.listings:set_up_methods", "list methods and hyper-parameters"),
         "explain": (
@@ -45,13 +45,13 @@ GROUPS = {
     },
     "check": {
         "verify": ("dpsur.cli.verify:set_up", "recompute a release's epsilon, check its weights"),
-        "sign": ("dpsur.cli.sign:set_up", "sign a release, so that later changes are noticed"),
+        "sign": ("dpsur.cli.verify:set_up_sign", "sign a release: changes are noticed"),
         "statement": (
-            "dpsur.cli.statement:set_up",
+            "dpsur.cli.report:set_up_statement",
             "a release's privacy statement, for reviewers, groups or other neighbours",
         ),
         "audit": (
-            "dpsur.cli.audit:set_up",
+            "dpsur.cli.attack:set_up_audit",
             "empirical lower bounds on epsilon",
         ),
         "attack": ("dpsur.cli.attack:set_up", "membership inference on a target or a release"),
@@ -68,8 +68,8 @@ GROUPS = {
     "data": {
         "tasks": ("dpsur.cli.listings:set_up_tasks", "list the tasks that can be trained"),
         "data": ("dpsur.cli.data:set_up", "start a schema of a table"),
-        "doctor": ("dpsur.cli.doctor:set_up", "versions, devices, cache and optional parts"),
-        "completion": ("dpsur.cli.doctor:set_up_completion", "tab completion for your shell"),
+        "doctor": ("dpsur.cli.listings:set_up_doctor", "versions, devices, optional parts"),
+        "completion": ("dpsur.cli.listings:set_up_completion", "tab completion for your shell"),
     },
 }
 COMMANDS = {name: home for group in GROUPS.values() for name, (home, _) in group.items()}

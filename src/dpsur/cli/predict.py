@@ -1,4 +1,7 @@
-"""`dpsur predict`: predictions of a release for new records."""
+"""`dpsur predict`: predictions of a release for new records.
+
+`dpsur export`: a release as a program that needs no dpsur.
+"""
 
 import argparse
 import csv
@@ -14,7 +17,8 @@ import numpy as np
 from dpsur.errors import InvalidInputError
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.files import write_atomically
-from dpsur.runs.predictor import Predictions, Predictor, load
+from dpsur.runs.predictor import SIGNATURE, Predictions, Predictor, export, load
+from dpsur.status import status
 
 DESCRIPTION = """\
 Predict for new records with a release. It costs no privacy, however often it is done.
@@ -111,3 +115,55 @@ def _csv_lines(names: list[str], rows: list[list[Any]]) -> Iterator[str]:
 def _json_lines(names: list[str], rows: list[list[Any]]) -> Iterator[str]:
     for row in rows:
         yield json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) + "\n"
+
+
+EXPORT_TEXT = """\
+Export a release as a program that needs no dpsur, features included.
+
+  dpsur export run --out exported          a program of torch.export, with its signature
+  dpsur export run --out exported --onnx   also an ONNX file (pip install 'dpsur[onnx]')
+
+The folder gets model.pt2, signature.json (what goes in and comes out) and, for texts, words.py,
+which counts words and needs numpy alone. The program is compared with the model before it is
+written. In Python, without dpsur:
+
+  import torch
+  program = torch.export.load("exported/model.pt2").module()
+  probabilities = program(records)
+"""
+
+
+def set_up_export(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its options."""
+    parser.description = EXPORT_TEXT
+    parser.add_argument("folder", metavar="RELEASE", help="a run folder, or the release in it")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder")
+    parser.add_argument("--onnx", action="store_true", help="write an ONNX file too")
+    parser.add_argument(
+        "--example",
+        metavar="FILE",
+        type=Path,
+        help="records in an npz or npy file, where the release does not describe its inputs",
+    )
+    parser.add_argument("--json", action="store_true", help="print the signature as JSON")
+    parser.set_defaults(run=run_export)
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Write the program and say what it takes."""
+    model = load(options.folder)
+    example = None
+    if options.example is not None:
+        if not options.example.is_file():
+            raise InvalidInputError(f"there is no file {options.example} with an example")
+        example = model.inputs.read(options.example).rows
+    with status("exporting the model, and comparing both"):
+        folder = export(model, options.out, example=example, onnx=options.onnx)
+    found = json.loads((folder / SIGNATURE).read_text(encoding="utf-8"))
+    if options.json:
+        print(json.dumps(found))
+        return 0
+    shape = ", ".join(map(str, found["takes"]["shape"]))
+    print(f"{folder}: takes ({shape}) of {found['takes']['type']}, returns {found['returns']}")
+    print(f"checked against the model; see {folder / SIGNATURE}")
+    return 0
