@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from dpsur.audits.bounds import Array, Finding, epsilon_lower_bound
+from dpsur.audits.bounds import Array, Finding
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.streams import NOISE, SETUP, Stream, Streams
 from dpsur.privacy.accounting import ACCOUNTINGS, RESTORE, Accounting
 from reproduction.audits.exact import Setting
+from reproduction.audits.repetitions import epsilon_lower_bound
 from reproduction.audits.sampler import accepted_updates, draw_trials
 from reproduction.audits.worst_case_problems import (
     CoinSetting,

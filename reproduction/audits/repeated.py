@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpsur.audits.bounds import CHOICE_SHARE, Array, Finding, epsilon_lower_bound
+from dpsur.audits.bounds import Array, Finding
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.state import Procedure, Verdict
@@ -24,6 +24,7 @@ from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan, trial_cap
 from dpsur.privacy.planning import repeated_plan
 from reproduction.audits.negative_controls import Fault
+from reproduction.audits.repetitions import CHOICE_SHARE, epsilon_lower_bound
 from reproduction.audits.worst_case_problems import OneWeight
 
 DELTA = 0.01

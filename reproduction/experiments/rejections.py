@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from dpsur.audits.bounds import epsilon_lower_bound
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest
 from dpsur.privacy.plan import CONSTANT, DELAY, NOT_HIDDEN, least_cap
 from reproduction.artifacts import Artifact, Column, Table, table_page
 from reproduction.audits.rejection_leak import count_leak
+from reproduction.audits.repetitions import epsilon_lower_bound
 from reproduction.base import Cell, OneByOne, Options, Row
 from reproduction.experiments.accounting import costs, setting_cells, setting_of
 from reproduction.presets.settings import DELTA

@@ -26,14 +26,9 @@ from dpsur.privacy.accounting import check_covers_steering
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, SampledGaussian, Step, Trial
 from dpsur.privacy.plan import Plan
-from dpsur.privacy.planning import (
-    as_costly,
-    best_order,
-    filtered_plan,
-    fitted_menu_plan,
-    menu_around,
-)
+from dpsur.privacy.planning import filtered_plan
 from dpsur.privacy.search import MOST_NOISE
+from reproduction.methods.menus import as_costly, best_order, fitted_menu_plan, menu_around
 
 # What the noisy norms may take of the budget altogether, by Rényi divergence.
 STEERING_SHARE = 0.02

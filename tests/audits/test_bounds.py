@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import binom, norm
 
-from dpsur.audits.bounds import (
-    epsilon_lower_bound,
-    largest_bound,
-    proportion_lower,
-    proportion_upper,
-)
+from dpsur.audits.bounds import largest_bound, proportion_lower, proportion_upper
 from dpsur.errors import InvalidInputError
+from reproduction.audits.repetitions import epsilon_lower_bound
 
 TRIALS, ERROR = 30, 0.05
 PROBABILITIES = np.linspace(0.01, 0.99, 99)

@@ -12,7 +12,13 @@ from dpsur.privacy.accountants.rdp import sampled_gaussian_rdp
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, Ledger, LossTest, Menu, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
-from dpsur.privacy.planning import as_costly, best_order, fitted_menu_plan, menu_around, menu_plan
+from reproduction.methods.menus import (
+    as_costly,
+    best_order,
+    fitted_menu_plan,
+    menu_around,
+    menu_plan,
+)
 
 BUDGET = Budget(3.0, 1e-5)
 TYPICAL = SampledGaussian(0.1, 2.0)

@@ -20,7 +20,8 @@ from dpsur.privacy.accountants.noise_tail import LARGEST_RADIUS, MOST_WEIGHTS, o
 from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, Ledger, LossTest, Menu, SampledGaussian, Trial
-from dpsur.privacy.planning import Request, filtered_plan, fitted_menu_plan, make_plan
+from dpsur.privacy.planning import Request, filtered_plan, make_plan
+from reproduction.methods.menus import fitted_menu_plan
 from tests.plans import plan_behind_filter
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "privacy.md").read_text(encoding="utf-8")

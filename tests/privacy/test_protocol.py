@@ -6,8 +6,9 @@ import pytest
 
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, Ledger, Menu, SampledGaussian, Trial
-from dpsur.privacy.planning import block_plan, menu_plan, repeated_plan
+from dpsur.privacy.planning import block_plan, repeated_plan
 from dpsur.privacy.statement import plan_from_statement, stated_mechanism
+from reproduction.methods.menus import menu_plan
 from tests.plans import plan_behind_filter
 
 BUDGET = Budget(3.0, 1e-5)

@@ -1,8 +1,6 @@
 """Plans from what a user fixed: the noise, or the number of updates, is chosen to fit the budget.
 
-A search decides nothing of the guarantee, which is computed from the plan that comes out. That goes
-for menus too: rates and noise are spread over a menu such that all choices cost about the same, so
-that little of the budget is left unspent, whichever is chosen.
+A search decides nothing of the guarantee, which is computed from the plan that comes out.
 """
 
 import math
@@ -15,10 +13,8 @@ from dpsur.errors import BudgetError
 from dpsur.privacy.accountants.noise_tail import noise_tail, tail_refusal
 from dpsur.privacy.accountants.proven import event_divergence
 from dpsur.privacy.accountants.rdp import (
-    PAPER_ORDERS,
     RenyiFilter,
     composed_epsilon,
-    epsilon_from_rdp,
     sampled_gaussian_rdp,
 )
 from dpsur.privacy.accounting import (
@@ -58,10 +54,6 @@ LEAST_TEST_NOISE = 1.0
 # A sampled test may cost so many times what one on all records does, compared at a Rényi order; a
 # sample of more than MOST_SAMPLED of the records is not worth drawing.
 SAMPLE_COST, COST_ORDER, MOST_SAMPLED = 1.25, 8, 0.5
-# On a menu each rate is a tenth above the one before, up to so many times the first.
-RATE_STEP = 1.1
-MOST_TIMES_THE_FIRST = 8.0
-
 
 # A guess of the noise is this near, and a refined figure asks for about so much of it.
 ROUGHLY, REFINED = 0.01, 0.95
@@ -275,43 +267,7 @@ def filtered_plan(
     return Plan(budget, accounting, (phase,), setup, on_reject, filter=allowed)
 
 
-# --- choices from a menu ------------------------------------------------------------------------
-
-
-def menu_plan(
-    budget: Budget,
-    accounting: str,
-    menu: Menu,
-    steering: SampledGaussian,
-    updates: int,
-    setup: tuple[Event, ...] = (),
-) -> Plan:
-    """Updates from a menu, each `menu.repeats` of them after a release that they are chosen by."""
-    return Plan(budget, accounting, (Phase(menu, updates, steering=steering),), setup)
-
-
-def fitted_menu_plan(
-    budget: Budget,
-    accounting: str,
-    menu: Menu,
-    steering: SampledGaussian,
-    *,
-    updates: int,
-    setup: tuple[Event, ...] = (),
-) -> Plan | None:
-    """The same with all noise on the menu scaled as little as the budget needs; None if never.
-
-    Scaled up or down: a menu is a proposal, of which the ratios are kept.
-    """
-
-    def scaled(scale: float) -> Plan:
-        return menu_plan(budget, accounting, menu.scaled(scale), steering, updates, setup)
-
-    scale = _least_noise(scaled)
-    return None if scale is None else scaled(scale)
-
-
-def _least_noise(plan_with: Callable[[float], Plan]) -> float | None:
+def least_plan_noise(plan_with: Callable[[float], Plan]) -> float | None:
     """The least noise, or scale of it, that fits the budget; None where the rest spends it all."""
     plan_with = cache(plan_with)
 
@@ -337,34 +293,6 @@ def _others_spend_all(plan: Plan) -> bool:
     others = [(e, n) for e, n in plan.charges() if not isinstance(e, Trial | Menu)]
     accounting = accounting_named(plan.accounting)
     return accounting.epsilon(others, plan.budget.delta) >= plan.budget.epsilon
-
-
-def best_order(typical: SampledGaussian, updates: int, delta: float) -> int:
-    """The Rényi order at which so many updates of a kind look cheapest."""
-
-    def epsilon(order: int) -> float:
-        one = sampled_gaussian_rdp(typical.sample_rate, typical.noise_multiplier, order)
-        return epsilon_from_rdp(updates * one, order, delta)
-
-    return min(PAPER_ORDERS, key=epsilon)
-
-
-def as_costly(typical: SampledGaussian, rate: float, order: int, share: float = 1.0) -> float:
-    """The noise at which an event of some rate has a share of a typical one's Rényi divergence."""
-    price = share * sampled_gaussian_rdp(typical.sample_rate, typical.noise_multiplier, order)
-    noise = least_noise(lambda noise: sampled_gaussian_rdp(rate, noise, order), price)
-    if noise is None:
-        raise BudgetError(f"no noise makes an event of rate {rate:g} as cheap as {price:g}")
-    return noise
-
-
-def menu_around(typical: SampledGaussian, order: int, repeats: int) -> Menu:
-    """Rates from the typical one upwards, each with the noise at which it costs about as much."""
-    most = min(1.0, MOST_TIMES_THE_FIRST * typical.sample_rate)
-    steps = math.ceil(math.log(most / typical.sample_rate) / math.log(RATE_STEP) - 1e-9)
-    rates = [min(most, typical.sample_rate * RATE_STEP**k) for k in range(1, steps + 1)]
-    others = (SampledGaussian(rate, as_costly(typical, rate, order)) for rate in rates)
-    return Menu((typical, *others), repeats)
 
 
 # --- blocks of updates with a test after each ---------------------------------------------------
@@ -467,7 +395,7 @@ def _with_least_noise(plan_with: Callable[[float], Plan]) -> Plan:
         )
     noise = cached(
         ("blocks", plan),
-        lambda: _least_noise(plan_with),
+        lambda: least_plan_noise(plan_with),
         lambda noise: plan_with(noise).epsilon() <= epsilon,
     )
     if noise is None:

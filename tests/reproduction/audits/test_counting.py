@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from dpsur.audits.bounds import epsilon_lower_bound
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.streams import NOISE, SETUP, Streams
 from dpsur.privacy.events import CoinTest, LossTest
 from reproduction.audits.exact import Setting
 from reproduction.audits.rejection_leak import count_leak
+from reproduction.audits.repetitions import epsilon_lower_bound
 from reproduction.audits.sampler import draw_trials
 from reproduction.audits.worst_case_problems import gate_alone
 
