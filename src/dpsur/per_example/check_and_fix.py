@@ -1,7 +1,6 @@
 """`dpsur.check` lists what is wrong with a model; `dpsur.fix` repairs what can be repaired."""
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,12 +15,11 @@ from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 from dpsur import checks
 from dpsur.errors import InvalidInputError, UnsupportedModelError
 from dpsur.functional.model_loss import split_labels
-from dpsur.functional.records import Examples
-from dpsur.functional.tree import TensorTree, map_tensors, row_count, tensors_of
-from dpsur.per_example.clipping import Engine
-from dpsur.per_example.model_check import check_model
+from dpsur.functional.problem import call, output_rows
+from dpsur.functional.tree import TensorTree, map_tensors, tensors_of
+from dpsur.per_example.clipping import sum_of_outputs
 from dpsur.per_example.record_function import RecordFunction
-from dpsur.per_example.report import SMALL, explain
+from dpsur.per_example.report import SMALL
 from dpsur.per_example.rules import TABLES, LayerFault, layer_fault
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -98,24 +96,38 @@ def check(
     Problems of single modules are all listed. What is found by calling the model is found one at a
     time, on a copy in which everything else has been fixed.
     """
-    if not isinstance(subject, nn.Module):
-        model = getattr(subject, "module", None) if model is None else model
-        if not isinstance(model, nn.Module) or sample_batch is None:
-            raise InvalidInputError(
-                "to check a function of (model, batch), give a batch of public records, and model="
-                "... unless it is a private step"
-            )
-        function = getattr(subject, "function", subject)
-        return ModelReport(
-            (*_static_problems(model), *_problems_of_function(function, model, sample_batch))
+    if isinstance(subject, nn.Module):
+        problems = list(_static_problems(subject))
+        if sample_batch is None or not all(one.fixable for one in problems):
+            return ModelReport(tuple(problems))
+        repaired = fix(subject).model if problems else subject
+        found = _problems_of_calls(_sum_of_outputs, repaired, _two_of(_inputs(sample_batch)))
+        return ModelReport((*problems, *found))
+    model = getattr(subject, "module", None) if model is None else model
+    if not isinstance(model, nn.Module) or sample_batch is None:
+        raise InvalidInputError(
+            "to check a function of (model, batch), give a batch of public records, and model="
+            "... unless it is a private step"
         )
-    model = subject
-    problems = list(_static_problems(model))
-    if sample_batch is not None:
-        repaired = fix(model).model if any(one.fixable for one in problems) else model
-        if all(one.fixable for one in problems):
-            problems += _problems_of_calls(repaired, _inputs(sample_batch))
-    return ModelReport(tuple(problems))
+    if any(not value.dim() or len(value) < 2 for value in tensors_of(sample_batch)):
+        raise InvalidInputError("give at least two records, with a row each in every tensor")
+    function = getattr(subject, "function", subject)
+    found = _problems_of_calls(function, model, _two_of(sample_batch))
+    return ModelReport((*_static_problems(model), *found))
+
+
+def _two_of(batch: Any) -> Any:
+    """Two records of a batch; one that is alone stands for both."""
+    if not all(value.dim() and len(value) for value in tensors_of(batch)):
+        raise InvalidInputError("sample_batch is empty; pass at least one record")
+    return map_tensors(
+        lambda value: torch.cat([value[:1], value[:2][-1:]]), batch, otherwise=lambda value: value
+    )
+
+
+def _sum_of_outputs(model: nn.Module, inputs: TensorTree) -> Tensor:
+    """A loss that every number of the outputs matters to."""
+    return sum_of_outputs(output_rows(call(model, inputs)), None)
 
 
 def _static_problems(model: nn.Module) -> Iterator[ModelProblem]:
@@ -194,64 +206,33 @@ def _wrapping(path: str, module: nn.Module) -> ModelProblem | None:
     return None
 
 
-_MESSAGE = re.compile(
-    r"(?:module (?P<path>\S+) \((?P<kind>[^)]*)\) )?(?P<reason>.*?)(?:; (?P<fix>.*))?"
-)
-
-
-def _problems_of_calls(model: nn.Module, inputs: TensorTree) -> Iterator[ModelProblem]:
-    """What is seen when the model is called on synthetic records."""
-    model = copy.deepcopy(model)
-    device = next(model.parameters()).device
-    inputs = map_tensors(lambda value: value.to(device), inputs)
-    if not row_count(inputs):
-        raise InvalidInputError("sample_batch is empty; pass at least one record")
-    try:
-        check_model(model, Examples(inputs, None), tested=False)
-    except UnsupportedModelError as error:
-        said = _MESSAGE.fullmatch(str(error))
-        assert said is not None
-        path = said["path"] or ""
-        yield ModelProblem(
-            "" if path == "(root)" else path,
-            said["kind"] or type(model).__name__,
-            said["reason"],
-            said["fix"] or "change the model",
-        )
-        return
-    report = explain(model, inputs)
-    if report.name != Engine.ONE_PASS.value:
-        yield ModelProblem(
-            "",
-            type(model).__name__,
-            f"gradients need the slower engine {report.name} ({report.reason})",
-            "nothing has to be done; to be faster, write this module with layers of torch.nn",
-            severity="slow",
-        )
-
-
-def _problems_of_function(
-    function: Callable[..., Any], model: nn.Module, batch: Any
+def _problems_of_calls(
+    function: Callable[..., Any], model: nn.Module, two: Any
 ) -> Iterator[ModelProblem]:
     """How a function takes two records together and each alone, in evaluation mode."""
-    name = getattr(function, "__name__", type(function).__name__)
+    kind = type(model).__name__
+    if function is not _sum_of_outputs:
+        kind = getattr(function, "__name__", type(function).__name__)
     model = copy.deepcopy(model).eval()
     device = next(model.parameters()).device
-    two = map_tensors(lambda value: value[:2].to(device), batch, otherwise=lambda value: value)
-    if any(not value.dim() or len(value) != 2 for value in tensors_of(two)):
-        raise InvalidInputError("give at least two records, with a row each in every tensor")
+    two = map_tensors(lambda value: value.to(device), two, otherwise=lambda value: value)
     trained = {n: value for n, value in model.named_parameters() if value.requires_grad}
     records = RecordFunction((model,), trained)
     alone = map_tensors(lambda value: value.unsqueeze(1), two, otherwise=lambda value: value)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        tape, losses, _ = records.tape(lambda one: function(model, one), alone, 2)
-        found = function(model, two)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            tape, losses, _ = records.tape(lambda one: function(model, one), alone, 2)
+            found = function(model, two)
+    except UnsupportedModelError as error:
+        reason, _, remedy = str(error).partition("; ")
+        yield ModelProblem("", kind, reason, remedy or "change the model")
+        return
     together = float((found["loss"] if isinstance(found, Mapping) else found).detach().sum())
-    mean, total = float(losses.mean()), float(losses.sum())
-    if not any(abs(together - one) <= 1e-3 * (abs(one) + 1e-6) for one in (mean, total)):
+    mean, whole = float(losses.mean()), float(losses.sum())
+    if not any(abs(together - one) <= 1e-3 * (abs(one) + 1e-6) for one in (mean, whole)):
         yield ModelProblem(
             "",
-            name,
+            kind,
             f"two records together have the loss {together:.4g}, and each alone {mean:.4g} on "
             "average: it relates records to each other, and private training computes it for each "
             "record alone",
@@ -261,7 +242,7 @@ def _problems_of_function(
     if not records.by_construction:
         yield ModelProblem(
             "",
-            name,
+            kind,
             f"runs one record at a time ({records.why_alone})",
             "nothing has to be done; to be faster, avoid what is named",
             severity="slow",

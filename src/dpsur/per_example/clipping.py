@@ -133,9 +133,9 @@ def _make(
         part = slice_rows(inputs, slice(rows))
         try:
             with _saved() as saved:
-                tape = _tape(objective, params, records, part, _total)
+                tape = _tape(objective, params, records, part, sum_of_outputs)
         except RuntimeError:  # torch.func in a model allows no such hooks
-            tape = _tape(objective, params, records, part, _total)
+            tape = _tape(objective, params, records, part, sum_of_outputs)
         saved += [
             value
             for uses in tape.contributions.values()
@@ -172,7 +172,7 @@ def _saved() -> Iterator[list[Tensor]]:
         yield found
 
 
-def _total(outputs: TensorTree, _: TensorTree) -> Tensor:
+def sum_of_outputs(outputs: TensorTree, _: TensorTree) -> Tensor:
     """A loss that every number of the outputs matters to."""
     sums = [value.sum() for value in tensors_of(outputs) if value.is_floating_point()]
     if not sums:
