@@ -119,21 +119,14 @@ class Equation(nn.Linear):
         return torch.einsum("oi,bi->bo", self.weight, x) + self.bias
 
 
-def test_the_report_names_every_module_and_its_method():
+def test_the_report_names_what_takes_memory():
     layers = nn.Linear(5, 4), Scale(), Changed(4, 400), Equation(400, 400), nn.Linear(400, 3)
     report = explain(nn.Sequential(*layers), X)
     assert report.name == "one-pass"
     assert report.reason is None
-    assert [(one.path, one.method) for one in report.modules] == [
-        ("0", "rule"),
-        ("1", "operations"),
-        ("2", "operations"),
-        ("3", "copies"),
-        ("4", "rule"),
-    ]
-    assert report.modules[3].reason == "3.weight: used by an operation without a rule"
-    assert all(part in str(report) for part in ("one-pass", "Scale", "an operation without a rule"))
-    assert "layers of torch.nn are faster" in str(report)  # it says what copies cost
+    assert report.copies == ("3.weight",)
+    assert "one-pass" in str(report)
+    assert "3.weight is used by an operation without a rule" in str(report)
     assert "\n" not in repr(report)
 
 
@@ -143,7 +136,6 @@ def test_the_report_says_what_caused_a_slow_engine():
     assert report.reason.startswith("module 1 (ReadsValues): ")
     assert "data-dependent control flow" in report.reason
     assert "many times slower" in str(report)
-    assert {one.method for one in report.modules} == {"one-by-one"}
 
 
 def test_position_embeddings_are_followed():
@@ -157,7 +149,4 @@ def test_position_embeddings_are_followed():
 
     report = explain(Positions(), X)
     assert report.name == "one-pass"
-    assert [(one.path, one.method) for one in report.modules] == [
-        ("", "operations"),
-        ("layer", "rule"),
-    ]
+    assert not report.copies

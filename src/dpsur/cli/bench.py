@@ -62,7 +62,7 @@ def set_up_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Print the engine, and how it serves each module."""
+    """Print the engine, and what keeps it from being faster."""
     problem = sample_problem(config_of(options))
     print(f"model: {type(problem.model).__name__}")
     print(engine_report(problem))

@@ -1,60 +1,34 @@
-"""Which method finds the gradients of each module, and why it is not a faster one."""
+"""How the gradients of a model are found, and what keeps that from being faster."""
 
 import logging
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from dpsur.functional.problem import Objective, Problem, every_module
+from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.tree import Params, TensorTree
-from dpsur.per_example.clipping import (
-    BatchSlice,
-    Engine,
-    GradientStrategy,
-    make_tape,
-    strategy_for,
-)
+from dpsur.per_example.clipping import BatchSlice, Engine, make_tape, strategy_for
 from dpsur.per_example.memory_budget import GradientBudget
-from dpsur.per_example.rules import kind_of, why_no_rule
 
 _log = logging.getLogger("dpsur.engine")
 _ALONE_COST = "this is many times slower, with the same results"
-COPIES = "copies"
 SMALL = 2**16  # numbers of a parameter whose gradients for all records are no burden
-_COPIES_COST = (
-    "an operation without a rule has a gradient for every record, which takes their memory; layers "
-    "of torch.nn are faster"
-)
-
-
-@dataclass(frozen=True)
-class ModuleReport:
-    """How the gradients of one module with trained parameters are found.
-
-    `method` is "rule" (the layer has a rule: one backward pass for all records), "operations" (the
-    same, by the torch functions that use the parameters), "copies" (a gradient for every record),
-    or "one-by-one" where the whole model runs so. `reason` says why it is not a rule.
-    """
-
-    path: str
-    kind: str
-    method: str
-    reason: str | None = None
 
 
 @dataclass(frozen=True, repr=False)
 class EngineReport:
-    """How per-record gradients are found; `print` it to see every module.
+    """How per-record gradients are found; `print` it.
 
     `name` is the engine: "one-pass" (all records at once) or "one-by-one". `reason` says what keeps
-    it from being faster. `not_captured` says why the trials of a run on a GPU are not replayed as
-    CUDA graphs; None if they are.
+    it from being faster. `copies` are large parameters that an operation without a rule uses: they
+    have a gradient for every record, which takes memory. `not_captured` says why the trials of a
+    run on a GPU are not replayed as CUDA graphs; None if they are.
     """
 
     name: str
     reason: str | None = None
-    modules: tuple[ModuleReport, ...] = ()
+    copies: tuple[str, ...] = ()
     not_captured: str | None = None
 
     @property
@@ -67,13 +41,11 @@ class EngineReport:
         lines = [f"engine {self.summary}" + (f"; {_ALONE_COST}" if slow else "")]
         if self.not_captured is not None:
             lines.append(f"  trials are not captured as CUDA graphs: {self.not_captured}")
-        if any(one.method == COPIES for one in self.modules):
-            lines.append(f"  {COPIES}: {_COPIES_COST}")
-        columns = [(one.path or "(root)", one.kind, one.method) for one in self.modules]
-        widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
-        for row, one in zip(columns, self.modules, strict=True):
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            lines.append(f"  {'  '.join(cells)}  {one.reason or ''}".rstrip())
+        lines += [
+            f"  {name} is used by an operation without a rule, with a gradient for every record; "
+            "layers of torch.nn are faster"
+            for name in self.copies
+        ]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -81,10 +53,10 @@ class EngineReport:
 
 
 def explain(model: nn.Module, inputs: TensorTree) -> EngineReport:
-    """Which per-record method serves each module of a model, for inputs like these.
+    """How the gradients of a model's records are found, for inputs like these.
 
-    The inputs are one tensor or a tree of tensors with a row per record. Print the report to see
-    every module with trained parameters, and why a slower method was taken where one was.
+    The inputs are one tensor or a tree of tensors with a row per record. Print the report: it names
+    what keeps the engine from being faster, or takes memory.
     """
     return _report(Objective(model, _no_loss), inputs)
 
@@ -112,34 +84,9 @@ def log_engine(report: EngineReport) -> None:
 def _report(objective: Objective, inputs: TensorTree) -> EngineReport:
     params = objective.initial_params()
     plan = strategy_for(objective, params, inputs, GradientBudget())
-    return EngineReport(plan.engine.value, plan.reason, _modules(objective.model, params, plan))
-
-
-def _modules(model: nn.Module, params: Params, plan: GradientStrategy) -> tuple[ModuleReport, ...]:
-    """Every module that owns trained parameters."""
-    trained = {id(value): name for name, value in model.named_parameters() if name in params}
-    inside: dict[str, str] = {}  # layers whose weights the rule of another one looks after
-    found = []
-    for module, path in every_module(model).items():
-        if isinstance(module, nn.MultiheadAttention):
-            inside[f"{path}.out_proj" if path else "out_proj"] = path
-        own = [trained[id(p)] for p in module.parameters(recurse=False) if id(p) in trained]
-        if not own:
-            continue
-        kind, missing = type(module).__name__, why_no_rule(module)
-        copied = [name for name in own if name in plan.copied and params[name].numel() > SMALL]
-        if plan.engine is Engine.ONE_BY_ONE:
-            found.append(ModuleReport(path, kind, plan.engine.value, missing))
-        elif copied:
-            why = f"{', '.join(copied)}: used by an operation without a rule"
-            found.append(ModuleReport(path, kind, COPIES, why))
-        elif path in inside:
-            found.append(ModuleReport(path, kind, "rule", f"part of {inside[path] or '(root)'}"))
-        elif kind_of(module) is not None:
-            found.append(ModuleReport(path, kind, "rule"))
-        else:
-            found.append(ModuleReport(path, kind, "operations", missing))
-    return tuple(found)
+    copies = (name for name in sorted(plan.copied) if name in params)
+    large = tuple(name for name in copies if params[name].numel() > SMALL)
+    return EngineReport(plan.engine.value, plan.reason, large)
 
 
 def _loss_fault(problem: Problem, params: Params) -> str | None:

@@ -73,20 +73,6 @@ def kind_of(
     return None
 
 
-def why_no_rule(module: nn.Module) -> str | None:
-    """Why a layer has no rule, in words; None if it has one."""
-    if kind_of(module) is not None:
-        return None
-    known = next((kind for kind in RULES if isinstance(module, kind)), None)
-    if is_parametrized(module):
-        return "no rule: its weight is parametrized"
-    if "forward" in vars(module):
-        return "no rule: its forward method was replaced"
-    if known is not None:
-        return f"no rule: a subclass of nn.{known.__name__} with another forward method"
-    return f"no rule for {type(module).__name__}"
-
-
 # Layers that shorten the rows of their table in place, if they are given a max_norm.
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
