@@ -21,6 +21,8 @@ from dpsur.errors import DpsurError
 from dpsur.per_example.contributions import clip_factors
 from dpsur.per_example.record_function import RecordFunction, Way
 from dpsur.per_example.record_level import RecordLevel
+from dpsur.per_example.rules import RULES, kind_of
+from dpsur.per_example.rules.linear import linear_map
 from dpsur.per_example.tape import Tape
 from tests.mutants import Mutant, law_tests
 
@@ -461,6 +463,31 @@ def test_gradient_checkpointing_of_hugging_face(name):
     wanted = one_at_a_time(with_labels, model, batch)
     model.gradient_checkpointing_enable()
     check_equal(by_level(with_labels, model, batch), wanted)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(2 * x)
+
+
+def test_a_rule_for_a_subclass_of_a_layer(monkeypatch):
+    """A layer has the rule of its nearest class, and none where its own class changes it."""
+    called = []
+
+    def doubled(module, tape, x):
+        called.append(module)
+        return linear_map(tape, 2 * x, module.weight, module.bias)
+
+    model = nn.Sequential(nn.Flatten(), Doubled(192, CLASSES))
+    batch = images(), labels()
+    wanted = one_at_a_time(classify, model, batch)
+    check_equal(by_level(classify, model, batch), wanted)
+    assert kind_of(model[1]) is None
+    assert not called
+    monkeypatch.setitem(RULES, Doubled, doubled)
+    check_equal(by_level(classify, model, batch), wanted)
+    assert kind_of(model[1]) is Doubled
+    assert called
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

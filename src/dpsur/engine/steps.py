@@ -67,11 +67,11 @@ COMPARED_EVERY = 50  # steps after which the weights of all ranks are compared
 class PrivateStep:
     """A function of (model, batch, ...) that makes one private step each time it is called.
 
-    Calling it with a batch of the private loader clips each record's gradient, adds noise, charges
-    the step and updates the weights. Further arguments are passed on to the function: numbers that
-    change during training, such as the weight of a KL term, belong there. It returns the loss and
-    other numbers of the function as means over the records of the batch. They are private: do not
-    publish them, and decide nothing by them.
+    Calling it with a batch of the private loader clips each record's gradient, charges the step,
+    adds noise and updates the weights. Further arguments are passed on to the function: numbers
+    that change during training, such as the weight of a KL term, belong there. It returns the loss
+    and other numbers of the function as means over the records of the batch. They are private: do
+    not publish them, and decide nothing by them.
     """
 
     function: Function
@@ -473,7 +473,7 @@ class PrivateLoop:
         return means(parts)
 
     def update(self) -> None:
-        """Add noise, charge, and update the weights."""
+        """Charge, add noise, and update the weights."""
         self._optimizer.step()
 
     def _gradients(

@@ -71,7 +71,7 @@ class PrivateOptimizer(Optimizer):
         return self
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip, add noise, charge, and step; nothing for a microbatch that is not the last."""
+        """Charge, add noise, and step; nothing for a microbatch that is not the last."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

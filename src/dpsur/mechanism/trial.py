@@ -18,7 +18,8 @@ What an interruption leaves behind, in memory:
   * while the verdict is booked: an acceptance may be charged whose update was undone, never the
     reverse.
 A checkpoint holds state and account of one moment. A run that resumes from it makes the steps after
-it again, with the draws that they had: nothing is spent twice.
+it again: `fit` with the draws that they had, a custom loop with a new key, so that what was lost
+has to be thrown away.
 
 The gate compares both models on one fresh batch and asks a rule. `LossRule` is the paper's clipped,
 noisy loss difference against a threshold, `CoinRule` a coin for candidates that got worse.

@@ -60,17 +60,15 @@ FASTER: dict[type[nn.Module], Rule] = {nn.MaxPool2d: max_pool, nn.Linear: frozen
 def kind_of(
     module: nn.Module, rules: dict[type[nn.Module], Rule] = RULES
 ) -> type[nn.Module] | None:
-    """The kind of layer whose rule is right for a layer."""
-    if is_parametrized(module) or "forward" in vars(module):
+    """The kind of layer whose rule is right for a layer: its nearest class that has one."""
+    kind = next((kind for kind in type(module).__mro__ if kind in rules), None)
+    if kind is None or is_parametrized(module) or "forward" in vars(module):
         return None
-    for kind in rules:
-        if isinstance(module, kind):
-            changed = any(
-                getattr(type(module), name, None) is not getattr(kind, name, None)
-                for name in ("forward", "_conv_forward")
-            )
-            return None if changed else kind
-    return None
+    changed = any(
+        getattr(type(module), name, None) is not getattr(kind, name, None)
+        for name in ("forward", "_conv_forward")
+    )
+    return None if changed else kind
 
 
 # Layers that shorten the rows of their table in place, if they are given a max_norm.
