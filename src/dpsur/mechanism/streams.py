@@ -63,7 +63,7 @@ _HALF = 0xFFFFFFFF
 _SIGN = -(2**63)
 _UNIT = 2.0**-53
 # Words that are worked on at once on a CPU: what fits its caches is faster.
-_AT_ONCE = 2**14
+_AT_ONCE = 2**15
 _ZEROS = bytes(8 * (_AT_ONCE + 8))  # and where a piece begins within a block
 _MOST_WORKERS = 8  # more would wait for each other's Python
 _LEAST_OF_A_WORKER = 2**16
@@ -464,7 +464,7 @@ def _words(key: Key, step: int, address: Address, blocks: int) -> _Words:
 
 def _noise(
     key: Key, step: int, address: Address, words: _Words
-) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """A number of noise for each word; the offset of the first one is that of the address.
 
     Nothing here depends on what the noise is added to.
@@ -472,21 +472,29 @@ def _noise(
     purpose, rank, offset = address
     entries, rest = table()
     halves = words.view(np.uint32)  # the lower one of each word first
-    columns, bits = halves >> LIMIT_BITS, halves & np.uint32(2**LIMIT_BITS - 1)
-    entry = entries.take(columns, mode="clip")
-    limits = entry >> BITS
-    stays = bits < limits
-    for place in np.flatnonzero(bits == limits):
+    columns = halves >> LIMIT_BITS
+    found = entries.take(columns, mode="clip")
+    below = halves & np.uint32(2**LIMIT_BITS - 1)
+    below -= found >> BITS  # negative where a draw stays in its column
+    found &= np.uint32(2**BITS - 1)
+    undecided = np.flatnonzero(below == 0)
+    np.right_shift(below.view(np.int32), 31, out=below.view(np.int32))  # all bits, or none
+    columns ^= found
+    columns &= below
+    found ^= columns
+    for place in undecided:
         number, part = int(place) // 2, 1 - int(place) % 2  # the upper half is drawn first
         further = _words(key, step, (purpose | _FURTHER, rank, offset + number), 1)
         high, low = further[2 * part : 2 * part + 2]
-        stays[place] = (high, low) < tuple(rest[columns[place]])
-    entry &= np.uint32(2**BITS - 1)
-    np.copyto(entry, columns, where=stays)
-    found = entry.view(np.int32)
-    noise: np.ndarray[tuple[int], np.dtype[np.int32]] = found[1::2] * np.int32(FACTOR)
-    noise += found[::2]
-    noise -= np.int32(CENTRE * (FACTOR + 1))
+        column = halves[place] >> LIMIT_BITS
+        if (high, low) < tuple(rest[column]):
+            found[place] = column
+    lower = found.view(np.int64)
+    noise: np.ndarray[tuple[int], np.dtype[np.int64]] = lower >> 32
+    noise *= FACTOR
+    lower &= _HALF
+    noise += lower
+    noise -= CENTRE * (FACTOR + 1)
     return noise
 
 
