@@ -81,7 +81,7 @@ def new_figure(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        """A figure that a notebook shows by itself, whatever matplotlib is set to there."""
+        """A figure that a notebook shows on its own, whatever matplotlib is set to there."""
 
         def _repr_png_(self) -> bytes:
             image = io.BytesIO()

@@ -25,7 +25,7 @@ from dpsur.privacy.data_ledger import (
     ADAPTIVE,
     FIXED,
     DataLedger,
-    Total,
+    LedgerTotal,
     may_spend,
     spent,
     spent_adaptively,
@@ -44,7 +44,7 @@ def plan(noise=2.0, steps=100, rate=0.02):
 
 
 def ledger(folder, rule=ADAPTIVE, epsilon=2.0, unit="record"):
-    return DataLedger.create(folder / "data.ledger", unit, Total(epsilon, DELTA, rule))
+    return DataLedger.create(folder / "data.ledger", unit, LedgerTotal(epsilon, DELTA, rule))
 
 
 def fill(book, most=1000):
@@ -86,7 +86,7 @@ def test_what_was_selected_counts_as_a_whole(tmp_path):
     book = ledger(tmp_path, FIXED, epsilon=20.0)
     book.book(selective, "record", b"data", "dpsur")
     assert epsilon <= spent(book.bookings(), DELTA) * (1 + 1e-9)
-    assert epsilon <= spent_adaptively(book.bookings(), Total(20.0, DELTA)) + 0.5
+    assert epsilon <= spent_adaptively(book.bookings(), LedgerTotal(20.0, DELTA)) + 0.5
     book.book(plan(), "record", b"data", "dpsgd")
     alone = plan().epsilon(DELTA / 2)
     assert max(epsilon, alone) < spent(book.bookings(), DELTA) <= epsilon + alone

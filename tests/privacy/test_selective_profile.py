@@ -247,7 +247,7 @@ def epsilon(update, count, setup=()):
         CoinTest(update.val_sample_rate, update.accept_ratio),
     )
     charges = [(trial, count), *((event, 1) for event in setup)]
-    return pld.selective_epsilon(charges, DELTA)
+    return pld.accepted_epsilon(charges, DELTA)
 
 
 def the_figure_covers_a_fixed_attack():

@@ -211,7 +211,7 @@ DASHES = ("-", "--", ":")
 
 
 def hits_of(scores: Scores) -> list[int]:
-    """How many members are found at so many false positive rates: all that a curve needs."""
+    """How many members are found at this many false positive rates: all that a curve needs."""
     false, true = roc_curve(scores)
     # the highest point that keeps to the rate, never one between two thresholds
     place = np.searchsorted(false, _rates(len(scores.others)) * (1 + ROUNDING), "right") - 1
@@ -229,7 +229,7 @@ def hits_from(gains: Sequence[int]) -> list[int]:
 
 
 def curve_of(hits: Sequence[int], members: int, others: int) -> Curve:
-    """A curve in so many points, evenly spaced in the logarithm of the false positive rate."""
+    """A curve in this many points, evenly spaced in the logarithm of the false positive rate."""
     return [float(x) for x in _rates(others)], [found / members for found in hits]
 
 

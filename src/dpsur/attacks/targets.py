@@ -392,7 +392,7 @@ TARGET_NETWORK = {"activation": "relu"}
 
 
 def attacked_pool(task: Task, most: int | None = None) -> Examples:
-    """Training and test records of a task together, or so many of them, drawn once for all."""
+    """Training and test records of a task together, or this many of them, drawn once for all."""
     train, test = task.load(None)
     pool = train if test is None else join(train, test)
     if most is None:

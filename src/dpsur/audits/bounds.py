@@ -64,7 +64,7 @@ def epsilon_of_counts(
 
 
 def largest_bound(repetitions: int, delta: float, confidence: float) -> float:
-    """The bound if all of so many counted runs show the event with the record, and none without."""
+    """The bound if all counted runs show the event with the record, and none without."""
     error = (1 - confidence) / 2
     found = epsilon_of_counts(np.array([repetitions]), np.zeros(1), repetitions, delta, error)
     return max(0.0, float(found[0]))

@@ -35,7 +35,7 @@ See = Callable[[ClippedSum], ClippedSum]
 
 
 @dataclass(frozen=True)
-class Pair:
+class NeighbourPair:
     """One update, twice: how far its sums moved, over their sensitivity, and whether all else held.
 
     The farthest of several sums. It is private: it follows from a record.
@@ -49,8 +49,8 @@ class Pair:
         return self.same_otherwise and self.moved <= 1 + ROUNDING
 
 
-def neighbour_test(session: Session, updates: int) -> list[Pair]:
-    """Train, and make so many of its updates twice, evenly over the run."""
+def neighbour_test(session: Session, updates: int) -> list[NeighbourPair]:
+    """Train, and make this many of its updates twice, evenly over the run."""
     checks.at_least_one("neighbour", updates)
     problem, plan = session.problem, session.plan
     if problem.augment is not None or draws_randomness(session.original, problem.train):
@@ -74,7 +74,7 @@ def neighbour_test(session: Session, updates: int) -> list[Pair]:
     return found
 
 
-def _pair(session: Session, progress: Progress) -> Pair:
+def _pair(session: Session, progress: Progress) -> NeighbourPair:
     """The update that comes next, with and without the record that is likeliest to be in it."""
     step = progress.ledger.steps + 1
     draws = session.streams.at(step)[BATCH].uniform(len(session.problem.train))
@@ -102,7 +102,7 @@ def _pair(session: Session, progress: Progress) -> Pair:
     first = _proposed(session, progress, session.streams.at(step), keep)
     second = _proposed(session, progress, without.at(step), compare)
     ends = {digest_of(flatten(candidate.state)) for candidate in (first, second)}
-    return Pair(max(moved, default=0.0), len(ends) == 1 and len(moved) == len(sums))
+    return NeighbourPair(max(moved, default=0.0), len(ends) == 1 and len(moved) == len(sums))
 
 
 def _proposed(session: Session, progress: Progress, draws: Draws, see: See) -> Candidate:

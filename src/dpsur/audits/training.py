@@ -68,7 +68,7 @@ class OneRun:
 
 
 def each_confidence(confidence: float, tried: int) -> float:
-    """Of each bound, where so many share half of the error; the other half is the p-value's."""
+    """Of each bound, where this many share half of the error; the other half is the p-value's."""
     return 1 - (1 - confidence) / (2 * tried)
 
 
@@ -119,8 +119,8 @@ def audit_training(
 
     Formal guarantee: if the training has the claimed privacy, the verdict is "contradicted" with
     probability at most 1 - confidence. With several `records_per_person` every record, canaries
-    too, becomes a person who has it so many times, and what is claimed is claimed for persons:
-    whoever clips each of a person's records shows them as often. With `persons`,
+    too, becomes a person who has it this many times, and what is claimed is claimed for persons:
+    anyone who clips each of a person's records shows them as often. With `persons`,
     a number for every record, only canaries become such persons, and others keep their records.
     `change` replaces what runs, but not what is claimed: a test breaks a training with it, to see
     that the audit notices.

@@ -72,7 +72,6 @@ CURVE_POINTS = 24
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = DESCRIPTION
     add_mechanism_options(parser, noise_required=True)
     parser.add_argument("--updates", type=int, metavar="T", help="accepted updates")
@@ -342,7 +341,6 @@ With --blocks, noise of updates and of tests for the gate block, whose search co
 
 
 def set_up_calibrate(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = CALIBRATE
     add_mechanism_options(parser, noise_required=False)
     parser.add_argument("--updates", type=int, metavar="T", help="accepted updates")
@@ -454,7 +452,7 @@ def _answer(plan: Plan) -> dict[str, float | int | None]:
 
 
 def _blocks(options: argparse.Namespace, budget: Budget) -> dict[str, float | int | None]:
-    """What the gate block settles to for a run of so many updates."""
+    """What the gate block settles to for a run of this many updates."""
     from dpsur.methods import Dpsgd  # with it torch, which the other answers do not need
 
     given = (options.trials, options.accept_ratio, options.accept_threshold, options.test_share)

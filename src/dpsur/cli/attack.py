@@ -86,7 +86,6 @@ ALL = "all"
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     listing = "\n".join(f"  {name:<13} {text}" for name, text in ATTACKS.items())
     parser.description = DESCRIPTION
     parser.epilog = f"attacks:\n{listing}"
@@ -305,7 +304,6 @@ docs/auditing.md says how to read the result.
 
 
 def set_up_audit(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = AUDIT_TEXT
     parser.usage = "dpsur audit [options]"
     parser.add_argument(

@@ -20,7 +20,6 @@ Start a schema of a table, which declares what a run may know about its columns.
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = DESCRIPTION
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     starting = actions.add_parser("schema", help="write a schema of a table to fill in")

@@ -31,7 +31,6 @@ from dpsur.tasks import TASKS, load_test_records
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = (
         "Load a release and test it on public records: the test set of its task, all records of a\n"
         "table by the schema of the release, or the test part that a schema file declares.\n"
@@ -223,7 +222,6 @@ ALWAYS = ("method", "records", "epsilon", "delta", "proved", "updates")
 
 
 def set_up_compare(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = COMPARE_TEXT
     parser.add_argument("folders", metavar="RUN", nargs="+", help="run folders, or releases")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

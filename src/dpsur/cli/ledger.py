@@ -11,7 +11,7 @@ from dpsur.privacy.data_ledger import (
     FIXED,
     Booking,
     DataLedger,
-    Total,
+    LedgerTotal,
     share_used,
     spent,
     spent_adaptively,
@@ -34,7 +34,6 @@ DEFAULT_DELTA = 1e-5
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = DESCRIPTION
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     known: dict[str, tuple[str, Any]] = {
@@ -74,7 +73,7 @@ def _create(options: argparse.Namespace) -> int:
     total = None
     if options.epsilon is not None:
         delta = DEFAULT_DELTA if options.delta is None else options.delta
-        total = Total(options.epsilon, delta, options.rule)
+        total = LedgerTotal(options.epsilon, delta, options.rule)
     DataLedger.create(options.path, options.unit, total)
     limit = "no total; set one with `dpsur ledger total`" if total is None else _words(total)
     print(f"ledger of a data set, unit {options.unit}, {limit}: {options.path}")
@@ -82,7 +81,7 @@ def _create(options: argparse.Namespace) -> int:
 
 
 def _set_total(options: argparse.Namespace) -> int:
-    total = Total(options.epsilon, options.delta, options.rule)
+    total = LedgerTotal(options.epsilon, options.delta, options.rule)
     DataLedger(options.path).set_total(total)
     print(_words(total))
     return 0
@@ -108,7 +107,7 @@ def _report(options: argparse.Namespace) -> int:
     ledger = DataLedger(options.path)
     found, totals = ledger.bookings(), ledger.totals()
     total = totals[-1][1] if totals else None
-    measured = Total(1.0, DEFAULT_DELTA) if total is None else total
+    measured = LedgerTotal(1.0, DEFAULT_DELTA) if total is None else total
     both = spent_adaptively(found, measured), spent(found, measured.delta)
     if options.json:
         print(json.dumps(_values(ledger, found, totals, both, measured.delta)))
@@ -134,7 +133,7 @@ def _report(options: argparse.Namespace) -> int:
 def _values(
     ledger: DataLedger,
     found: list[Booking],
-    totals: list[tuple[str, Total]],
+    totals: list[tuple[str, LedgerTotal]],
     both: tuple[float, float],
     delta: float,
 ) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def _values(
     }
 
 
-def _words(total: Total) -> str:
+def _words(total: LedgerTotal) -> str:
     return f"total epsilon {total.epsilon:g} at delta {total.delta:g}, {total.rule}"
 
 

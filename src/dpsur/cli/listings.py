@@ -157,7 +157,6 @@ OPTIONAL = {
 
 
 def set_up_doctor(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = DOCTOR_TEXT
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_doctor)

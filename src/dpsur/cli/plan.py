@@ -73,7 +73,6 @@ MOST_COLUMNS = 10_000
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = DESCRIPTION
     parser.add_argument("--records", type=int, required=True, metavar="N", help="training records")
     parser.add_argument("--persons", type=int, metavar="P", help="whom the records belong to")
@@ -224,7 +223,7 @@ def _print_samplings(kinds: list[PersonSampling], epsilon: float) -> None:
 
 
 def _schema(options: argparse.Namespace) -> Schema | None:
-    """The columns of a table: as declared, or so many numbers."""
+    """The columns of a table: as declared, or this many numbers."""
     if options.schema is not None:
         if options.classes is not None:
             raise InvalidInputError("the classes are those of --schema; leave out --classes")

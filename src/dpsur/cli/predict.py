@@ -35,7 +35,6 @@ JSON_LINES = (".jsonl", ".ndjson")
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = DESCRIPTION
     parser.add_argument("folder", metavar="RELEASE", help="a run folder, or the release in it")
     parser.add_argument(
@@ -134,7 +133,6 @@ written. In Python, without dpsur:
 
 
 def set_up_export(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = EXPORT_TEXT
     parser.add_argument("folder", metavar="RELEASE", help="a run folder, or the release in it")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder")

@@ -53,7 +53,6 @@ NOTES = {
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = DESCRIPTION
     parser.add_argument("folder", metavar="DIR", help="a run folder, or the release folder in it")
     parser.add_argument(
@@ -176,7 +175,6 @@ REPLACE_ONE = "replace-one"
 
 
 def set_up_statement(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = STATEMENT_TEXT
     parser.add_argument("folder", metavar="DIR", help="a run folder, or the release folder in it")
     parser.add_argument("--format", choices=FORMATS, default="text", help="(default: text)")

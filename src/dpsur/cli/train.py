@@ -64,7 +64,6 @@ An interrupted run resumes with --resume, without spending more than its budget.
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = DESCRIPTION
     parser.usage = "dpsur train [--out DIR] [options]\n       dpsur train --resume DIR"
     add_run_options(parser, ALL_GROUPS)

@@ -53,7 +53,6 @@ device and versions bits are compared, elsewhere the distance in clip norms.
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = DESCRIPTION
     parser.add_argument("folder", metavar="DIR", help="a run folder, or the release folder in it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -143,7 +142,6 @@ key away from the release; keys that openssl made and encrypted work too.
 
 
 def set_up_sign(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its options."""
     parser.description = SIGN_TEXT
     parser.add_argument(
         "folder", metavar="DIR", nargs="?", help="a run folder, or the release folder in it"

@@ -101,7 +101,7 @@ class Whitening(nn.Module):
         random views of the same image (`views`).
 
         Without `by_scale` a block is one scale and may have any number of cells, as scattering
-        coefficients do. `per_feature` standardises every cell of a channel by itself.
+        coefficients do. `per_feature` standardises every cell of a channel on its own.
         """
         named = {"root": torch.tensor(root), "by_scale": torch.tensor(by_scale)}
         over = (0,) if per_feature else (0, 2)

@@ -21,7 +21,7 @@ LayerDescription = Mapping[str, Any]
 
 
 def group_norm(groups: int, channels: int) -> nn.Module:
-    """Normalise groups of channels of each record by itself: free of any privacy cost."""
+    """Normalise groups of channels of each record on its own: free of any privacy cost."""
     checks.at_least_one("groups", groups)
     checks.at_least_one("channels", channels)
     if channels % groups:

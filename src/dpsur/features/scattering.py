@@ -134,7 +134,7 @@ class Scattering2d(nn.Module):
         return 1 + self.scales * self.angles + pairs * self.angles**2
 
     def forward(self, images: Tensor) -> Tensor:
-        """The features of every image by itself, in microbatches of bounded memory."""
+        """The features of every image on its own, in microbatches of bounded memory."""
         if images.dim() != 4 or images.shape[2:] != (self.height, self.width):
             raise InvalidInputError(
                 f"scattering takes images of shape (N, C, {self.height}, {self.width}), "

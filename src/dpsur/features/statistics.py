@@ -61,7 +61,7 @@ def clipped_rows_sum(rows: Tensor, bound: float) -> ClippedSum:
 
 
 def channel_moments(features: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Spatial mean and spatial mean square of each record's channels, by itself."""
+    """Spatial mean and spatial mean square of each record's channels, on its own."""
     means, squares = [], []
     for rows in torch.split(features, MICROBATCH):
         flat = rows.to(device).double().reshape(len(rows), features.shape[1], -1)

@@ -171,7 +171,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **kwargs)
 
     def _on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float]) -> Any:
-        """Drop what is not public, whoever put it there, before anyone hears of it."""
+        """Drop what is not public before anyone hears of it, no matter who put it there."""
         if not self._log_private:
             for found in (logs, state.log_history[-1]):
                 for name in [name for name in found if not _is_public(name)]:

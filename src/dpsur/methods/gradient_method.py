@@ -207,7 +207,7 @@ def _with_tests(method: M, dataset_size: int, error: float) -> M:
     return replace(method, test_error=None, val_batch_size=size, val_noise_multiplier=noise)
 
 
-def settle_measured(
+def resolve_measured(
     method: M, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
 ) -> tuple[M, Plan]:
     """Fix updates in equal blocks, after each of which loss and accuracy are measured."""
@@ -494,7 +494,7 @@ class GradientMethod(OptimizerMethod):
                 dataset_size, budget, accounting, setup
             )
         if self.metrics_budget is not None:
-            settled, plan = settle_measured(self, dataset_size, budget, accounting, setup)
+            settled, plan = resolve_measured(self, dataset_size, budget, accounting, setup)
             return settled._with_rate(plan.length), plan
         return self._settle_repeated(dataset_size, budget, accounting, setup)
 

@@ -98,7 +98,7 @@ class Account:
     def for_updates(
         trial: Trial, updates: int, *, delta: float, epsilon: float | None = None
     ) -> "Account":
-        """So many accepted updates; refused where they exceed epsilon."""
+        """This many accepted updates; refused where they exceed epsilon."""
         if epsilon is None:
             checks.at_least_one("the number of updates", updates)
             epsilon = accounting_named(PROVEN).planned((), trial, updates, delta)

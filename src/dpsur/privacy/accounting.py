@@ -149,7 +149,7 @@ class ProvenPld(Proven):
         known = super()._ideal_bounds(charges, delta, share, attained=attained)
         if not any(n and isinstance(e, Trial) and e.gate is not None for e, n in charges):
             return known
-        upper = min(known.upper, pld.selective_epsilon(charges, delta * (1 - share)))
+        upper = min(known.upper, pld.accepted_epsilon(charges, delta * (1 - share)))
         return replace(known, lower=0.0, upper=upper)
 
 
@@ -169,7 +169,7 @@ class EveryTrial(Accounting):
         return pld.composed_epsilon(charges, delta)
 
     def check(self, trial: Trial, on_reject: str) -> None:  # noqa: ARG002
-        """Refuse a test whose verdict is not private by itself."""
+        """Refuse a test whose verdict is not private on its own."""
         if isinstance(trial.test, CoinTest):
             raise InvalidInputError(
                 "the coin gate is not covered by the every-trial accounting, where verdicts are "

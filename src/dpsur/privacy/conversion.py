@@ -3,7 +3,7 @@
     group of k      data sets that differ by k records, as those of a person who has k
     replace one     one record is exchanged for another, so that the number of records stays
 
-Where a plan composes of single mechanisms, each is converted by itself and the privacy losses are
+Where a plan composes of single mechanisms, each is converted on its own and the privacy losses are
 composed. That is tighter than group privacy of the whole, and far tighter than k times epsilon: of
 k records of which each joins a batch at rate q, mostly none or one does. Other plans, such as those
 whose rejections are free, are known by their (epsilon, delta) alone, and converted as a whole.
@@ -59,7 +59,7 @@ def composes(plan: Plan) -> bool:
 
 
 def for_group(plan: Plan, records: int, unit: str = "record") -> Converted:
-    """The guarantee for data sets that differ by so many records.
+    """The guarantee for data sets that differ by this many records.
 
     Formal guarantee: as of the plan, for adding or removing all of them.
     """
@@ -80,7 +80,7 @@ def for_group(plan: Plan, records: int, unit: str = "record") -> Converted:
 
 
 def grouped(event: Event, records: int) -> Event:
-    """What an event is for a group of records, each of which is sampled by itself."""
+    """What an event is for a group of records, each of which is sampled on its own."""
 
     def any_joins(rate: float) -> float:
         return 1.0 if rate == 1.0 else min(1.0, -math.expm1(records * math.log1p(-rate)))
@@ -152,7 +152,7 @@ class PersonSampling:
 
     Attributes:
         sampling: "person" or "record", as `fit` takes it.
-        records_per_person: at most so many are used.
+        records_per_person: at most this many are used.
         batch_size: the expected number of persons, or of records.
         noise_multiplier: the least that fits the budget.
         noise: standard deviation of the noise of a mean gradient over the clipping norm.

@@ -62,7 +62,7 @@ Charges = list[tuple[Event, int]]
 
 
 @dataclass(frozen=True)
-class Total:
+class LedgerTotal:
     """What all runs together may spend, and by which rule they are composed."""
 
     epsilon: float
@@ -111,7 +111,7 @@ class DataLedger:
         self.path = Path(path)
 
     @staticmethod
-    def create(path: str | os.PathLike[str], unit: str, total: Total | None) -> "DataLedger":
+    def create(path: str | os.PathLike[str], unit: str, total: LedgerTotal | None) -> "DataLedger":
         """A new ledger, without bookings. `unit` is whom it protects: record or person."""
         checks.one_of("unit", unit, ("record", "person"))
         ledger = DataLedger(path)
@@ -144,15 +144,15 @@ class DataLedger:
             return _facts(database)["unit"]
 
     @property
-    def total(self) -> Total | None:
+    def total(self) -> LedgerTotal | None:
         with self._reading() as database:
             return _total(database)
 
-    def totals(self) -> list[tuple[str, Total]]:
+    def totals(self) -> list[tuple[str, LedgerTotal]]:
         """All totals that were ever set, with their dates."""
         with self._reading() as database:
             rows = database.execute("SELECT * FROM totals ORDER BY rowid").fetchall()
-        return [(row[0], Total(*row[1:])) for row in rows]
+        return [(row[0], LedgerTotal(*row[1:])) for row in rows]
 
     def bookings(self) -> list[Booking]:
         with self._reading() as database:
@@ -160,7 +160,7 @@ class DataLedger:
 
     # What changes it
 
-    def set_total(self, total: Total) -> None:
+    def set_total(self, total: LedgerTotal) -> None:
         """From now on; what is booked already must fit."""
         with self._writing() as database:
             _check_fits(_bookings(database), total, "what is booked already")
@@ -277,7 +277,7 @@ def spent(bookings: Iterable[Booking], delta: float) -> float:
     return accounting_named("every-trial").epsilon(charges, left) if left > 0 else math.inf
 
 
-def spent_adaptively(bookings: Iterable[Booking], total: Total) -> float:
+def spent_adaptively(bookings: Iterable[Booking], total: LedgerTotal) -> float:
     """Epsilon of all bookings at the order of a total, whatever their settings follow from."""
     divergence, kept = _at_order(list(bookings), total.filter().order)
     if kept > KEPT * total.delta:
@@ -285,7 +285,7 @@ def spent_adaptively(bookings: Iterable[Booking], total: Total) -> float:
     return epsilon_at(total.filter().order, divergence, (1 - KEPT) * total.delta)
 
 
-def share_used(bookings: Iterable[Booking], total: Total) -> float:
+def share_used(bookings: Iterable[Booking], total: LedgerTotal) -> float:
     """How much of the allowance of an adaptive total is used: its epsilon is reached at 1."""
     allowed = total.filter()
     return _at_order(list(bookings), allowed.order)[0] / allowed.allowance
@@ -312,7 +312,7 @@ def _joined(bookings: Iterable[Booking]) -> Charges:
     return list(made.items())
 
 
-def _check_fits(bookings: list[Booking], total: Total, what: str) -> None:
+def _check_fits(bookings: list[Booking], total: LedgerTotal, what: str) -> None:
     """Refuse what together is above a total."""
     if total.rule == FIXED:
         found = spent(bookings, total.delta)
@@ -362,14 +362,14 @@ def _no_ledger() -> InvalidInputError:
     return InvalidInputError("this file is not a ledger of dpsur", code="unknown-format")
 
 
-def _total(database: sqlite3.Connection) -> Total | None:
+def _total(database: sqlite3.Connection) -> LedgerTotal | None:
     row = database.execute(
         "SELECT epsilon, delta, rule FROM totals ORDER BY rowid DESC LIMIT 1"
     ).fetchone()
-    return None if row is None else Total(*row)
+    return None if row is None else LedgerTotal(*row)
 
 
-def _set(database: sqlite3.Connection, total: Total) -> None:
+def _set(database: sqlite3.Connection, total: LedgerTotal) -> None:
     row = (_now(), total.epsilon, total.delta, total.rule)
     database.execute("INSERT INTO totals VALUES (?, ?, ?, ?)", row)
 

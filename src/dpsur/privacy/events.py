@@ -54,7 +54,7 @@ class ThresholdedGaussian(Gaussian):
 class SampledGaussian:
     """Gaussian noise on a query over a Poisson sample of the records.
 
-    A person may have several `records`, each of which joins by itself. The multiplier is relative
+    A person may have several `records`, each of which joins on its own. The multiplier is relative
     to what one of them changes: how many of them join is binomial, and a sum moves by as many.
     """
 
@@ -127,7 +127,7 @@ class LossTest:
 class CoinTest:
     """A test without noise on the loss: an improvement passes, a worsening with probability 1 / r.
 
-    Its verdict by itself is not private, since an improvement is never rejected. What is accepted
+    Its verdict on its own is not private, since an improvement is never rejected. What is accepted
     is: the acceptance probability lies in [1 / r, 1] for any sample.
     """
 

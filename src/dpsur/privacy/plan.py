@@ -79,13 +79,13 @@ def trial_cap(test: Test, updates: int, budget: Budget) -> int:
 
 
 def late_enough(test: Test, updates: int, budget: Budget, trials: int) -> bool:
-    """Whether giving up after so many trials costs no more than is set aside for it."""
+    """Whether giving up after this many trials costs no more than is set aside for it."""
     allowed = CAP_SHARE * budget.delta / (1 + math.exp(min(budget.epsilon, 700.0)))
     return early_end(test, updates, trials) <= allowed
 
 
 def early_end(test: Test, updates: int, trials: int) -> float:
-    """The largest probability that so many trials are not enough, for any records."""
+    """The largest probability that this many trials are not enough, for any records."""
     return float(bdtr(updates - 1, trials, test.accept_min))
 
 
@@ -116,7 +116,7 @@ class Phase:
     """Steps of one kind, and the test after them.
 
     `count` of them are made, or as many as the filter affords where it is None. `counts` says what
-    is counted: all trials, or those that are accepted. `cap` ends the phase after so many trials;
+    is counted: all trials, or those that are accepted. `cap` ends the phase after this many trials;
     where accepted ones are counted, a run that reaches it releases nothing. Before every
     `step.repeats` choices from a menu comes a release of `steering`, which they are chosen by. A
     `test` comes after the last step; with a count of 0 it comes at once.
@@ -168,7 +168,7 @@ class Phase:
         return (self.step,)
 
     def charges(self, count: int) -> Charges:
-        """What so many of its steps are charged, as if in one phase; what has begun is whole."""
+        """What this many of its steps are charged, as if in one phase; what has begun is whole."""
         if not isinstance(self.step, Menu):
             return [(self.step, count)]
         assert self.steering is not None
@@ -475,7 +475,7 @@ class Plan:
         return self._charges(tuple(counts), self.tests)
 
     def _charges(self, counts: tuple[int, ...], tests: int) -> Charges:
-        """What phases with so many steps made, and so many tests, are charged."""
+        """What phases with this many steps made, and this many tests, are charged."""
         made: Counter[Event] = Counter()
         for phase, count in zip(self.phases, counts, strict=False):
             for event, times in phase.charges(count):

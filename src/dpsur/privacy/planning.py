@@ -51,7 +51,7 @@ from dpsur.privacy.search import (
 # What tests of blocks may add to the noise of the updates, and the least noise that they get.
 TESTS_COST = 0.015
 LEAST_TEST_NOISE = 1.0
-# A sampled test may cost so many times what one on all records does, compared at a Rényi order; a
+# A sampled test may cost this many times what one on all records does, compared at a Rényi order; a
 # sample of more than MOST_SAMPLED of the records is not worth drawing.
 SAMPLE_COST, COST_ORDER, MOST_SAMPLED = 1.25, 8, 0.5
 
@@ -450,7 +450,7 @@ def _updates(
 
 
 def _noise_without_tests(plan_with: Callable[[float, float], Plan]) -> float:
-    """The least noise at which the updates fit the budget by themselves."""
+    """The least noise at which the updates fit the budget on their own."""
 
     def epsilon_of(noise: float) -> float:
         plan = plan_with(noise, LEAST_TEST_NOISE)

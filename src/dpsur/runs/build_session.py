@@ -212,7 +212,7 @@ def build_session(
 
 
 def drawing_records(config: RunConfig, records_each: int | None) -> Method:
-    """The method of a run that draws records of persons, of whom so many may join at once."""
+    """The method of a run that draws records of persons, of whom this many may join at once."""
     method = config.method
     updates_alone = isinstance(method, GradientMethod) and method.gate == "none"
     plain = updates_alone and getattr(method, "metrics_budget", None) is None

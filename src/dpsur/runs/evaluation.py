@@ -3,7 +3,7 @@
 Noisy test figures of private records that were held out, released beside the weights.
 
 Whether a record is held out follows from its own values alone, by a keyed hash. So one record more
-or less changes either the training records or those held out, by itself, and never both.
+or less changes either the training records or those held out, on its own, and never both.
 
 Formal guarantee: the weights are those of a run on the training records, and the figures one
 Gaussian mechanism on the others, given the weights. For a record of the first kind the figures are

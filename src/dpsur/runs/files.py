@@ -2,7 +2,7 @@
 
 Signed releases: who vouches that a release is what came out of a run.
 
-A statement can be recomputed, but whoever can change the weights can change the statement to match.
+A statement can be recomputed, but anyone who can change the weights can change the statement to match.
 A signature ties every file of a release to a key (Ed25519), so that a reviewer who knows the
 public key notices any later change. It says who signed, not that the run was made as stated.
 
@@ -172,7 +172,7 @@ class RunFolder:
         return self.private / CHECKPOINT
 
     def update(self, number: int) -> Path:
-        """Where a replayable run keeps its state after so many steps; 0 is before the first."""
+        """Where a replayable run keeps its state after this many steps; 0 is before the first."""
         return self.private / UPDATES / f"{number:08d}.safetensors"
 
     @property

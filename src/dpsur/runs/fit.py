@@ -186,7 +186,7 @@ def fit(
             (`DpsgdHf`).
         normalisation: of features: "none", "group" (free), "private" (channel statistics, charged)
             or "mean" (of the encoder's features, charged); by default "group" for scattering.
-        max_updates: ends the planned run after so many updates, to try things out; noise stays as
+        max_updates: ends the planned run after this many updates, to try things out; noise stays as
             planned, and less than the budget is spent.
         holdout: hold out about this fraction of the private records, each by its own values, and
             release noisy test figures of them within epsilon, in `Run.statement["holdout"]`. For
@@ -203,10 +203,10 @@ def fit(
         collate: makes tensors of the records of a data set, as a `DataLoader` would, but of each
             record alone: it must pad to a length that does not depend on other records, and
             remember nothing of them.
-        augment: changes a batch of inputs at random, each record by itself, as the model is to see
+        augment: changes a batch of inputs at random, each record on its own, as the model is to see
             it in training: flips, shifts, noise. Shapes stay as they are.
-        views: so many augmented views of a record are averaged inside its one clipped gradient, at
-            no cost in privacy and so many times the computation.
+        views: this many augmented views of a record are averaged inside its one clipped gradient, at
+            no cost in privacy and this many times the computation.
         groups: whom each record belongs to: an array with a name or number per record, a column of
             the table, or a function of a record's input and target. The unit of privacy is then
             one person with all of their records. Persons are drawn in place of records, and a
@@ -216,7 +216,7 @@ def fit(
         sampling: with `groups`, "person" draws persons for a batch, "record" draws records, of
             which a person has at most `records_per_person`; the noise then hides as many of
             theirs as may join. It needs `records` and `Dpsgd(gate="none")`.
-        group_size: state the guarantee for groups of so many records too, as those of a person
+        group_size: state the guarantee for groups of this many records too, as those of a person
             whom nothing names; it is converted from the guarantee for one record, by the exact
             privacy losses where these compose.
         records: a public size of the data set, where the true number of records (or of persons) is
@@ -226,7 +226,7 @@ def fit(
         observers: are called after every trial. What they see is private.
         progress: show a bar on a terminal and in a notebook, with public figures only.
         track: "tensorboard", "mlflow" or "wandb" gets public figures of the run, and no others.
-        replay: hold the finished run in `out` against these arguments in place of training: so many
+        replay: hold the finished run in `out` against these arguments in place of training: this many
             steps, chosen at random, are computed again. Raises `ReplayError` where they, the
             commitments or the weights of its release differ. The run must have been made with
             `Intervals(replayable=True)`.

@@ -453,7 +453,7 @@ def _outputs(model: Predictor) -> nn.Module:
 
 
 def _cut(records: Tensor, count: int) -> Tensor:
-    """So many records, repeated where there are fewer."""
+    """This many records, repeated where there are fewer."""
     return records.repeat(-(-count // len(records)), *(1,) * (records.dim() - 1))[-count:]
 
 

@@ -8,13 +8,13 @@ A replayable run keeps its state before the first step and after each one that w
     key      of the random numbers
     device   in words; versions are in the statement anyway
 
-Whoever may read the records recomputes some of the steps, chosen after the release was made. Of a
+Anyone who may read the records recomputes some of the steps, chosen after the release was made. Of a
 trainer who cheated on a share f of them, n steps see nothing with probability at most (1-f)^n.
 
 What the commitments tell: every state and record is hashed with a salt of 256 bits that follows
 from the key, so without the key they tell nothing that can be computed. Also, no state is hashed
 that a guarantee does not cover: under every accounting each kept update is charged as if it were
-released by itself (docs/proof.md), and weights, buffers and averages follow from those. A rejected
+released on its own (docs/proof.md), and weights, buffers and averages follow from those. A rejected
 trial leaves the state as it was, and is in no hash: neither it nor its number.
 """
 
@@ -192,7 +192,7 @@ def replay(
     count: int,
     choose: Choose = AT_RANDOM,
 ) -> Replayed:
-    """Hold a finished run against its release: its ends, and so many steps chosen at random.
+    """Hold a finished run against its release: its ends, and this many steps chosen at random.
 
     `session` is built anew from the records, with the key of the run. `finish` makes its result,
     given where it ended and its commitments. What is checked always: commitments, the statement,

@@ -47,11 +47,11 @@ LOWEST, HIGHEST, PER_OCTAVE = -20, 50, 2
 _SIZES: Final = (HIGHEST - LOWEST) * PER_OCTAVE
 # Shares of delta: for the threshold, and for the noise of the counts where `epsilon` is stated.
 THRESHOLD_SHARE, NOISE_SHARE = 0.1, 0.5
-# A bin of numbers counts as empty below so many standard deviations of its noise.
+# A bin of numbers counts as empty below this many standard deviations of its noise.
 EMPTY_BELOW = 4.0
 # Share of the numbers that a range leaves out at either end.
 TAIL = 0.005
-# Numbers with at most so many values, which nearly all records have, are codes of categories.
+# Numbers with at most this many values, which nearly all records have, are codes of categories.
 MOST_CODES, CODED = 20, 0.9
 
 

@@ -217,7 +217,7 @@ def verification(path: str | os.PathLike[str]) -> Verification:
 def statement_faults(
     written: Mapping[str, Any],
 ) -> tuple[list[str], dict[str, float | None]]:
-    """What is wrong with a statement by itself, and its recomputed figures: none if unreadable."""
+    """What is wrong with a statement on its own, and its recomputed figures: none if unreadable."""
     try:
         statement = current(written)
         plan, made = plan_from_statement(statement), stated_ledger(statement)
@@ -512,7 +512,7 @@ def _filter_faults(statement: Mapping[str, Any], plan: Plan) -> Iterator[str]:
         if not steps or steps[0].step != plan.typical:
             yield "the first step of the run is not the one that was planned"
         return
-    # Norms are released at the start and after every so many accepted updates.
+    # Norms are released at the start and after every this many accepted updates.
     charged = sum(entry.trials for entry in steps if isinstance(entry.step, Trial))
     accepted = statement["accepted_updates"] if plan.updates is None else charged
     releases = sum(entry.trials for entry in steps) - charged

@@ -1,7 +1,7 @@
 """Your images: a folder with a folder of images for each class.
 
 The names of the folders are the classes and count as public, as does the number of images; an empty
-folder is a class too. Every image is brought to one declared size by itself.
+folder is a class too. Every image is brought to one declared size on its own.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """What a user declares about the columns of a table: nothing is inferred from the records.
 
-Every record becomes a row of numbers by itself, by the schema alone: numbers are clipped to their
+Every record becomes a row of numbers on its own, by the schema alone: numbers are clipped to their
 declared range and scaled to [-1, 1], categories become one number each and one for everything that
 was not declared, texts become weighted words, missing values get a declared value. Shapes, names
 and errors are therefore the same whatever a record holds, and adding or removing one record adds or
@@ -8,7 +8,7 @@ removes one row.
 
 Columns of a table, as a user declares them: numbers in a range, categories and texts.
 
-Every value becomes numbers by itself, by the declaration alone, whatever it is.
+Every value becomes numbers on its own, by the declaration alone, whatever it is.
 """
 
 import json

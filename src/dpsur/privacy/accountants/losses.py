@@ -23,7 +23,7 @@ from dpsur.privacy.accountants.selective.pair import Direction
 from dpsur.privacy.events import SampledGaussian
 
 Floats = NDArray[np.float64]
-# Beyond so many standard deviations noise is rounded to an infinite loss (a chance of 1e-23).
+# Beyond this many standard deviations noise is rounded to an infinite loss (a chance of 1e-23).
 FARTHEST_NOISE = 10.0
 # The chance that a composition rounds up to an infinite loss.
 CUT_OFF = 1e-15
@@ -159,7 +159,7 @@ def _log_ratio(event: SampledGaussian, places: Floats) -> Floats:
 
 
 def _mixture(event: SampledGaussian, epsilons: Floats, direction: Direction) -> Floats:
-    """The same where each of a person's records joins by itself.
+    """The same where each of a person's records joins on its own.
 
     P is the mixture of Gaussians with a shift of j and the chance that j records join (arXiv
     2407.07737), and P / Q still rises with x. Where it is e^epsilon is found by halving: an end of
@@ -241,7 +241,7 @@ def connect(first: int, deltas: Floats, width: float) -> Losses:
 
 
 def repeat(losses: Losses, count: int) -> Losses:
-    """The losses of so many independent repetitions; their farthest tails count as infinite."""
+    """The losses of this many independent repetitions; their farthest tails count as infinite."""
     if count == 1:
         return losses
     low, high = ends(losses.chances, count)
@@ -272,7 +272,7 @@ def convolve(one: Losses, other: Losses) -> Losses:
 
 
 def ends(chances: Floats, count: int) -> tuple[int, int]:
-    """Cells between which a sum of so many draws lies but for a chance of CUT_OFF.
+    """Cells between which a sum of this many draws lies but for a chance of CUT_OFF.
 
     By Chernoff's bound, for any tilts; near the first of them it is best for a Gaussian,
     near the last ones where a few rare draws make up the sum.

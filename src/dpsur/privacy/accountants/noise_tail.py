@@ -30,7 +30,7 @@ from dpsur.privacy.events import (
 LARGEST_RADIUS = math.sqrt(106 * math.log(2))
 # Figures are computed for so many weights, so that they need not know the network.
 _CHARGED_WEIGHTS: Final = 2**28
-# Networks of up to so many are covered. Integer noise (`mechanism/noise_table.py`) differs from a
+# Networks of up to this many are covered. Integer noise (`mechanism/noise_table.py`) differs from a
 # discrete Gaussian by 2^-123 a weight, which for all of these is far less than what is charged.
 # Larger ones are refused: the kernel counts a vector's numbers in 31 bits.
 MOST_WEIGHTS: Final = 2**31

@@ -105,7 +105,7 @@ MOST_NOISE = 1e100
 # delta: some hundred times what is seen against closed forms (2e-13 after ten thousand parts).
 ROUNDING = 2.0**-47
 PROFILES = "profiles-1"  # a stored figure belongs to one version of the computation
-# Accepted updates are dominated in blocks of so many: longer ones are tighter and take longer.
+# Accepted updates are dominated in blocks of this many: longer ones are tighter and take longer.
 BLOCK = 16
 
 
@@ -256,7 +256,7 @@ def composed_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> floa
     return proven.composed_epsilon(proven.compose(parts), delta).upper if found is None else found
 
 
-def selective_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> float:
+def accepted_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> float:
     """The same where a trial with a gate is an accepted update, and rejections are not charged.
 
     Formal guarantee: as of `composed_epsilon`, for the sequence of accepted updates together with
