@@ -51,7 +51,7 @@ def grid() -> Tensor:
 class TableLayout:
     """Where the numbers are among the inputs of a table: all of it public, from its schema.
 
-    `width` inputs come from this many `columns`; those at `numbers` are scaled numbers, the rest are
+    `width` inputs come from `columns` columns; those at `numbers` are scaled numbers, the rest are
     categories and weighted words. `charged` is what it cost to learn the schema.
     """
 

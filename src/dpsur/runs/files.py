@@ -2,7 +2,7 @@
 
 Signed releases: who vouches that a release is what came out of a run.
 
-A statement can be recomputed, but anyone who can change the weights can change the statement to match.
+A statement can be recomputed, but who can change the weights can change the statement to match.
 A signature ties every file of a release to a key (Ed25519), so that a reviewer who knows the
 public key notices any later change. It says who signed, not that the run was made as stated.
 

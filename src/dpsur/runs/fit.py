@@ -205,8 +205,8 @@ def fit(
             remember nothing of them.
         augment: changes a batch of inputs at random, each record on its own, as the model is to see
             it in training: flips, shifts, noise. Shapes stay as they are.
-        views: this many augmented views of a record are averaged inside its one clipped gradient, at
-            no cost in privacy and this many times the computation.
+        views: number of augmented views of a record, averaged inside its one clipped gradient: at no
+            cost in privacy, and as many times the computation.
         groups: whom each record belongs to: an array with a name or number per record, a column of
             the table, or a function of a record's input and target. The unit of privacy is then
             one person with all of their records. Persons are drawn in place of records, and a
@@ -226,7 +226,7 @@ def fit(
         observers: are called after every trial. What they see is private.
         progress: show a bar on a terminal and in a notebook, with public figures only.
         track: "tensorboard", "mlflow" or "wandb" gets public figures of the run, and no others.
-        replay: hold the finished run in `out` against these arguments in place of training: this many
+        replay: hold the finished run in `out` against these arguments in place of training: so many
             steps, chosen at random, are computed again. Raises `ReplayError` where they, the
             commitments or the weights of its release differ. The run must have been made with
             `Intervals(replayable=True)`.

@@ -61,7 +61,7 @@ LEAST_BOUND, MOST_BOUND, BOUND_STEPS = 1e-4, 1e4, 256
 class InputFeatures:
     """Which features, and how they are normalised: by default scattering in groups, else not.
 
-    `group` normalises groups of channels of each record on its own and costs nothing. `private` uses
+    `group` normalises groups of channels of each record alone and costs nothing. `private` uses
     the mean and variance of each channel over all records, released with noise: Formal guarantee:
     the Gaussian mechanisms in `setup`, two for the statistics and two for their clip bounds. `mean`
     subtracts the mean of all records (each clipped to norm 1), released with noise, and brings the

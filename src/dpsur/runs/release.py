@@ -104,8 +104,8 @@ def write_release(
 ) -> None:
     """Write a release folder, whole or not at all; the same release is not written twice.
 
-    With `trained_only` it holds no frozen weights, which are public and may be many: anyone who loads
-    it brings a model that has them.
+    With `trained_only` it holds no frozen weights, which are public and may be many: who loads it
+    brings a model that has them.
     """
     held = dict(model.state_dict())
     if trained_only:

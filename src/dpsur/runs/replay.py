@@ -8,7 +8,7 @@ A replayable run keeps its state before the first step and after each one that w
     key      of the random numbers
     device   in words; versions are in the statement anyway
 
-Anyone who may read the records recomputes some of the steps, chosen after the release was made. Of a
+Who may read the records recomputes some of the steps, chosen after the release was made. Of a
 trainer who cheated on a share f of them, n steps see nothing with probability at most (1-f)^n.
 
 What the commitments tell: every state and record is hashed with a salt of 256 bits that follows

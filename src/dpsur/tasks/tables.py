@@ -1,6 +1,6 @@
 """Your records in a table: a CSV, Parquet or JSON Lines file, and a schema of its columns.
 
-In a CSV file every line is a record, read on its own: a stray quote in one record cannot swallow the
+In a CSV file every line is a record, read alone: a stray quote in one record cannot swallow the
 next, and line breaks inside a value are not supported (Parquet has them). Lines with too few or too
 many values are records like any other, with missing values or without the rest. So is a line of a
 JSON Lines file that is no JSON object: all of its values are missing.
