@@ -205,8 +205,8 @@ def fit(
             remember nothing of them.
         augment: changes a batch of inputs at random, each record on its own, as the model is to see
             it in training: flips, shifts, noise. Shapes stay as they are.
-        views: number of augmented views of a record, averaged inside its one clipped gradient: at no
-            cost in privacy, and as many times the computation.
+        views: number of augmented views of a record, averaged inside its one clipped gradient:
+            no cost in privacy, and as many times the computation.
         groups: whom each record belongs to: an array with a name or number per record, a column of
             the table, or a function of a record's input and target. The unit of privacy is then
             one person with all of their records. Persons are drawn in place of records, and a
