@@ -1,13 +1,11 @@
 """The kernels chosen for a GPU compute what the usual ones do; here they run on the CPU."""
 
-import contextlib
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils import cpp_extension
 
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
@@ -15,7 +13,6 @@ from dpsur.per_example import clipped_sum
 from dpsur.per_example.clipping import Engine, strategy_for
 from dpsur.per_example.kernels import convolution as kernels
 from dpsur.per_example.kernels.cuda_weight_grad import blocks_for, summed_gradient
-from dpsur.per_example.kernels.nvrtc import SlowerWarning, compile_kernel, warn_slower
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.rules import patches
 from dpsur.per_example.rules.patches import Window
@@ -128,43 +125,6 @@ def test_shapes_decide(monkeypatch):
 
 
 SAME = Window((3, 3), (1, 1), (1, 1), (1, 1))
-
-
-@pytest.mark.parametrize("error", [RuntimeError, OSError, ImportError, AttributeError, TypeError])
-def test_patches_remain_where_the_kernel_cannot_be_compiled(error, monkeypatch):
-    """PyTorch's compiler imports setuptools, looks for a toolkit and loads libraries by name."""
-
-    def refuse(source, name):
-        raise error(name)
-
-    monkeypatch.setattr(torch.cuda, "_compile_kernel", refuse, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    compile_kernel.cache_clear()
-    warn_slower.cache_clear()
-    with pytest.warns(SlowerWarning, match=f"{error.__name__}.*kernel.*same.*slower"):
-        first = compile_kernel("", "kernel", (), 0)
-    second = compile_kernel("", "kernel", (("HIGH", 2),), 0)  # a second warning would be an error
-    assert first is None
-    assert second is None
-    compile_kernel.cache_clear()
-
-
-@pytest.mark.parametrize("home", [None, "/opt/toolkit"])
-def test_the_kernel_is_compiled_with_and_without_a_toolkit(home, monkeypatch):
-    seen = []
-
-    def fake_compiler(source, name):
-        seen.append(cpp_extension.include_paths("cuda"))  # as PyTorch does
-        return name
-
-    monkeypatch.setattr(cpp_extension, "CUDA_HOME", home)
-    monkeypatch.setattr(torch.cuda, "_compile_kernel", fake_compiler, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    compile_kernel.cache_clear()
-    assert compile_kernel("", "kernel", (), 0) == "kernel"
-    compile_kernel.cache_clear()
-    assert home is None or any(home in path for path in seen[0])
-    assert home == cpp_extension.CUDA_HOME
 
 
 def test_what_blocks_leave_behind_takes_no_more_than_the_inputs():

@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from dpsur.per_example.kernels.cuda_weight_grad import summed_gradient
 from dpsur.per_example.rules.patches import Window, instantiate
 from tests.per_example.emulation import Emulated
 
-PARAMETERS = {"summed": ("float*", "float*", "float*", "int")}
+PARAMETERS = ("float*", "float*", "float*", "int")
 
 
 @pytest.fixture
@@ -19,14 +20,16 @@ def on_the_cpu(monkeypatch, tmp_path):
     """Let the kernel be compiled for the CPU, whatever the tensors' device."""
     sources = []
 
-    def compile_kernel(source, name):
+    def compile_module(source, _):
         sources.append(source)
         folder = tmp_path / str(len(sources))
         folder.mkdir()
         said = re.search(r"#define THREADS (\d+)", source)
-        return Emulated(source, name, folder, int(said[1]) if said else 256, PARAMETERS[name])
+        kernel = Emulated(source, "summed", folder, int(said[1]) if said else 256, PARAMETERS)
+        return SimpleNamespace(summed=kernel)
 
-    monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
+    monkeypatch.setattr(compiler, "_module", compile_module)
+    monkeypatch.setattr(compiler, "_can_compile", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(compiler, "DEVICE", "cpu")
     compiler.compile_kernel.cache_clear()

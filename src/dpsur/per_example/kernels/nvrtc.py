@@ -2,14 +2,13 @@
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from functools import cache
-from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.cuda._utils
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -31,27 +30,24 @@ def compile_kernel(
     source: str, name: str, constants: Constants, device: int | None
 ) -> Kernel | None:
     """The kernel with its constants on one GPU; None, and a warning, if it cannot be compiled."""
-    compile_kernel: Any = getattr(torch.cuda, "_compile_kernel", None)
-    if compile_kernel is None or torch.version.hip:
+    if not _can_compile():
         return None
-    text = _with_constants(source, constants)
-    if device is not None and torch.version.cuda:
-        # Whatever goes wrong here, PyTorch's own way is slower and says what it is.
-        with suppress(Exception):
-            found: Kernel = getattr(_module(text, device), name)
-            return found
     try:
-        with torch.cuda.device(device), _without_toolkit():
-            kernel: Kernel = compile_kernel(text, name)
-            return kernel
-    except Exception as error:  # no compiler or setuptools at hand, or another call
+        found: Kernel = getattr(_module(_with_constants(source, constants), device), name)
+        return found
+    except Exception as error:  # whatever goes wrong, PyTorch's operations compute the same
         warn_slower(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-        return None  # other kernels remain
+        return None
+
+
+def _can_compile() -> bool:
+    """Whether there is NVRTC, and what loads its results: torch 2.8 and later, with CUDA."""
+    return bool(torch.version.cuda) and hasattr(torch.cuda._utils, "_get_gpu_rtc_library")
 
 
 def compile_ahead(source: str, constants: Constants, device: int) -> None:
     """Begin to compile in another thread; `compile_kernel` takes the result when it is needed."""
-    if hasattr(torch.cuda, "_compile_kernel") and torch.version.cuda and not torch.version.hip:
+    if _can_compile():
         _binary(_with_constants(source, constants), torch.cuda.get_device_capability(device))
 
 
@@ -62,11 +58,9 @@ def _with_constants(source: str, constants: Constants) -> str:
 @cache
 def _module(text: str, device: int) -> Any:
     """All kernels of a source, by name, on one GPU: compiled once, whichever are used."""
-    from torch.cuda import _utils
-
     binary = _binary(text, torch.cuda.get_device_capability(device)).result()
     with torch.cuda.device(device):
-        return _utils._cuda_load_module(binary)
+        return torch.cuda._utils._cuda_load_module(binary)
 
 
 @cache
@@ -82,9 +76,7 @@ def _threads() -> ThreadPoolExecutor:
 
 def _compile(text: str, capability: tuple[int, int]) -> bytes:
     """Compile by NVRTC. PyTorch's own function imports setuptools and compiles per kernel."""
-    from torch.cuda import _utils
-
-    library: Any = _utils._get_gpu_rtc_library()
+    library: Any = torch.cuda._utils._get_gpu_rtc_library()
 
     def check(status: int) -> None:
         if status:
@@ -133,16 +125,3 @@ def shapes(inputs: Tensor, outputs: Tensor, window: "Window") -> Constants:
         ("TOP", window.margins[0]),
         ("LEFT", window.margins[1]),
     )
-
-
-@contextmanager
-def _without_toolkit() -> Iterator[None]:
-    """PyTorch asks where the headers of a toolkit lie. None are included: any folder will do."""
-    from torch.utils import cpp_extension
-
-    home = cpp_extension.CUDA_HOME
-    cpp_extension.CUDA_HOME = home or gettempdir()
-    try:
-        yield
-    finally:
-        cpp_extension.CUDA_HOME = home
