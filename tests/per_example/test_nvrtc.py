@@ -96,11 +96,12 @@ def test_where_compiling_fails_there_is_no_kernel_and_one_warning(library):
     assert library.open == 0
 
 
-def test_nothing_is_begun_for_other_devices(library):
+def test_nothing_is_begun_for_other_devices(library, monkeypatch):
+    monkeypatch.setattr(random_numbers, "table_on", lambda _: None)
     random_numbers.prepare_kernels(torch.device("cpu"), secret=True)
     assert library.compiled == []
     random_numbers.prepare_kernels(torch.device("cuda:0"), secret=True)
-    source = "#define CHACHA 1\n" + random_numbers._SOURCE
+    source = nvrtc._with_constants(random_numbers._SOURCE, random_numbers._constants(True))
     nvrtc._binary(source, (9, 0)).result()
     assert library.compiled == [source.encode()]
 
