@@ -516,35 +516,45 @@ def test_records_per_person_needs_groups():
 
 
 def released(data, monkeypatch, **options):
-    """What noise is added to and how much, for a whole training."""
+    """What a training does with noisy sums of ones, and how much noise it asks for."""
     seen = []
 
-    def add_noise(total, multiplier, stream):
+    def ones(total, multiplier, stream):
         seen.append((float(total.sensitivity), multiplier))
-        return total.params
+        return {name: torch.ones_like(value) for name, value in total.params.items()}
 
-    monkeypatch.setattr("dpsur.mechanism.gaussian.add_noise", add_noise)
-    engine, _, _, loader = made(
-        (*data[:2], None), most=None, batch_size=10, epochs=2, records=100, **options
-    )
-    step = engine.private_step(mean_loss)
-    for _ in range(2):
-        for batch in loader:
-            step(batch)
-    scale = engine.expected_batch_size, loader.sample_rate, len(loader), engine.guarantee()
-    return seen, scale, engine.statement()
+    monkeypatch.setattr("dpsur.mechanism.gaussian.add_noise", ones)
+    options = {"batch_size": 10, "steps": 6, "records": 100, **options}
+    engine, model = trained(data, **options)
+    scale = engine.expected_batch_size, engine.guarantee(), tuple(seen)
+    return scale, engine.statement(), [value.tolist() for value in model.parameters()]
 
 
-def test_neighbouring_sets_of_other_sizes_have_the_same_noise(monkeypatch):
+LOOPS = {
+    "records": {"most": None},
+    "block gate": {
+        "most": None,
+        "gate": dpsur.BlockGate(learning_rate=0.3, **BLOCKS),
+    },
+    "metrics": {"metrics": dpsur.Metrics(noise_multiplier=4.0)},
+    "persons": {},
+    "records of persons": {"sampling": "record"},
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_neighbouring_sets_of_other_sizes_have_the_same_noise(loop, monkeypatch):
     """Opacus #819: a normaliser of the private size tells neighbouring data sets apart."""
-    data = people()
-    whole = released(data, monkeypatch)
-    fewer = released(tuple(value[:-1] for value in data), monkeypatch)
-    assert whole == fewer
-    stated = whole[2]
+    data, options = people(), LOOPS[loop]
+    fewer = without(data, 4)
+    if "most" in options:  # without persons
+        data, fewer = (*data[:2], None), (*(value[:-1] for value in data[:2]), None)
+    whole = released(data, monkeypatch, **options)
+    assert whole == released(fewer, monkeypatch, **options)
+    stated = whole[1]
     assert stated["dataset_size"] == 100
     assert "need not be public" in stated["adjacency"]
     assert statement_faults(stated)[0] == []
     private = "dpsur.engine.privacy_engine.units_of"
     monkeypatch.setattr(private, lambda loader, *_, **__: units_of(loader))
-    assert released(data, monkeypatch)[1] != whole[1]  # what happens with the size of the data
+    assert released(data, monkeypatch, **options)[0] != whole[0]  # by the size of the data

@@ -467,24 +467,57 @@ def test_records_of_persons_are_drawn_one_by_one(tmp_path, capsys):
     assert statement_faults({**stated, "public": {"records_per_person": MOST}})[0] != []
 
 
-def test_a_declared_size_decides_everything_that_is_charged():
-    inputs, targets, _ = records(people=30)
-    plans, sizes = set(), set()
-    for some in (slice(None), slice(5, None)):
-        run = dpsur.fit(
-            nn.Linear(6, 3),
-            (inputs[some], targets[some]),
-            budget=dpsur.Budget(4.0, 1e-3),
-            method=dpsur.Dpsgd(updates=4, batch_size=8, gate="none"),
-            records=200,
-            progress=False,
-        )
-        plans.add(str(run.plan.to_json()))
-        sizes.add(run.statement["dataset_size"])
+def weights_of_ones(some, monkeypatch, declared=200, **options):
+    """A run whose noisy sums are ones, so that its weights depend on their divisors alone."""
+    seen = []
+
+    def ones(total, multiplier, stream):
+        seen.append((float(total.sensitivity), multiplier))
+        return {name: torch.ones_like(value) for name, value in total.params.items()}
+
+    monkeypatch.setattr("dpsur.mechanism.gaussian.add_noise", ones)
+    torch.manual_seed(0)
+    run = dpsur.fit(
+        nn.Linear(6, 3),
+        (some[0], some[1]),
+        **{
+            "budget": dpsur.Budget(4.0, 1e-3),
+            "method": dpsur.Dpsgd(updates=4, batch_size=8, gate="none"),
+            "records": declared,
+            "progress": False,
+            **options,
+        },
+    )
+    return run, seen, [value.tolist() for value in run.model.parameters()]
+
+
+BLOCK = dpsur.Dpsgd(updates=6, batch_size=8, gate="block", blocks=2, block_updates=3)
+DECLARED = {
+    "records": {},
+    "block gate": {"method": BLOCK},
+    "persons": {"groups": True},
+    "persons, block gate": {"groups": True, "method": BLOCK},
+    "records of persons": {"groups": True, "sampling": "record"},
+}
+
+
+@pytest.mark.parametrize("kind", DECLARED)
+def test_a_declared_size_decides_everything_that_is_charged(kind, monkeypatch):
+    """Opacus #819: neighbouring data sets of other sizes have noise of the same scale."""
+    data, found = records(people=30), []
+    options = dict(DECLARED[kind])
+    left = data[2] != 3 if options.get("groups") else torch.arange(len(data[2])) > 0
+    for some in (data, [value[left] for value in data]):
+        if "groups" in options:
+            options["groups"] = some[2]
+        run, *seen = weights_of_ones(some, monkeypatch, **options)
+        found.append((run.plan.to_json(), run.statement["dataset_size"], *seen))
         assert statement_faults(run.statement)[0] == []
-    assert len(plans) == 1
-    assert sizes == {200}
+    assert found[0] == found[1]
+    assert run.statement["dataset_size"] == 200
     assert "need not be public" in run.statement["adjacency"]
+    if options.get("sampling") != "record":  # what happens with the size of the data
+        assert weights_of_ones(some, monkeypatch, None, **options)[1] != found[0][2]
 
 
 BAD = [
