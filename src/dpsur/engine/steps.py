@@ -481,9 +481,10 @@ class PrivateLoop:
     ) -> Iterator[tuple[Params, Tensor, dict[str, Tensor]]]:
         """Clipped sums of some records at a time, with their losses and other figures."""
         watcher, device = self._watcher, next(iter(self._watcher.trained.values())).device
-        records = self._functions.setdefault(
-            step, RecordFunction((self._module, *modules_of(step.function)), watcher.trained)
-        )
+        if step not in self._functions:
+            models = self._module, *modules_of(step.function)
+            self._functions[step] = RecordFunction(models, watcher.trained)
+        records = self._functions[step]
 
         def function(one: Any, *args: Any, **kwargs: Any) -> Any:
             return step.function(self._module, one, *args, **kwargs)

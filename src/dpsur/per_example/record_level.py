@@ -49,7 +49,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from dpsur.errors import CouplingError, UnsupportedModelError
-from dpsur.functional.problem import use_weights, without_flattening
+from dpsur.functional.problem import every_module, use_weights, without_flattening
 from dpsur.functional.tree import Params, map_tensors, tensors_of, with_tensors
 from dpsur.per_example.contributions import split_dimension
 from dpsur.per_example.operations import OPERATION_RULES, Call, derive
@@ -138,6 +138,7 @@ class RecordLevel(TorchFunctionMode):
         self.tape, self._models = tape, models
         self._own_tensors = own_tensors
         self._paused = False
+        self._members: list[dict[nn.Module, str]] = []  # of each model
         self.number = 0
         self._seen: list[weakref.ref[Tensor]] = []
 
@@ -156,6 +157,7 @@ class RecordLevel(TorchFunctionMode):
     @contextmanager
     def _running(self) -> Iterator[None]:
         """What code needs that runs in the level, now or when a checkpoint runs it again."""
+        self._members = [every_module(model) for model in self._models]
         with ExitStack() as stack:
             for holder, name, value in self._checkpoints():
                 stack.enter_context(_replaced(holder, name, value))
@@ -187,10 +189,10 @@ class RecordLevel(TorchFunctionMode):
             return value.detach() if name is None else params[name]
 
         with ExitStack() as stack:
-            for model in self._models:
+            for model, members in zip(self._models, self._members, strict=True):
                 if self.tape.swaps_weights:
                     stack.enter_context(use_weights(model, weight))
-                stack.enter_context(without_flattening(model.modules()))
+                stack.enter_context(without_flattening(members))
             yield
 
     @contextmanager
@@ -198,8 +200,8 @@ class RecordLevel(TorchFunctionMode):
         """Put rules in the place of the forward methods of layers."""
         changed: list[dict[str, Any]] = []
         try:
-            for model in self._models:
-                for name, module in model.named_modules():
+            for members in self._members:
+                for module, name in members.items():
                     fault = layer_fault(module) if module.training else None
                     if fault is not None:
                         vars(module)["forward"] = partial(_refuse, fault.describe(name, module))
@@ -428,8 +430,8 @@ class RecordLevel(TorchFunctionMode):
         yield found, "checkpoint", self._checkpoint
         yield found, "CheckpointFunction", _Reentrant(self._checkpoint)
         yield found, "_checkpoint_without_reentrant_generator", _without_recomputing
-        for model in self._models:
-            for module in model.modules():
+        for members in self._members:
+            for module in members:
                 if "_gradient_checkpointing_func" in vars(module):  # of transformers
                     yield module, "_gradient_checkpointing_func", self._checkpoint
 
