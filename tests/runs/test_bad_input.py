@@ -67,7 +67,7 @@ BAD = [
     ({"data": (np.array(["a", "b"]), Y[:2])}, r"number of classes must be declared.*classes=K"),
     ({"data": (np.array([b"a", b"b"]), Y[:2])}, "train_set holds what cannot be made a tensor"),
     ({"data": (torch.tensor(1.0), Y)}, "train_set must have a row per record"),
-    ({"resume": True}, "resume needs the folder"),
+    ({"resume": True}, "need the folder of the run"),
 ]
 BAD_MODELS = [
     (lambda x: x, "must be a torch.nn.Module, got function"),
