@@ -129,6 +129,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.replay",
         "frauds that were planted in runs, and how often a replay finds them (minutes)",
     ),
+    "noise-attacks": (
+        "reproduction.experiments.noise_attacks",
+        "attacks on the bits of noise, as it is usually computed and as it is here (a minute)",
+    ),
     "demo": (
         "reproduction.experiments.demo",
         "what `make demo` reaches, over seeds and against its peers (minutes)",

@@ -154,7 +154,7 @@ def a_mean_is_charged_for_what_a_record_moves():
     assert len(asked.setup) == 1  # without a charge nothing is drawn
     moved = float((noisy_sum(41) - noisy_sum(40)).norm())
     (event,) = asked.setup
-    assert moved <= 1 + 1e-6
+    assert moved <= 1 + 1e-4  # rounded to the grid of the noise
     exact = F.normalize(rows[:40]).double().sum(0)
     assert_standard_deviation((noisy_sum(40) - exact).numpy(), event.noise_multiplier)
 

@@ -108,8 +108,8 @@ class PrivacyEngine(PrivateLoop):
         if secure_mode:
             raise InvalidInputError(
                 "secure_mode=True is not supported: without a seed, random numbers come from a "
-                "cryptographic generator (ChaCha20) anyway, but the noise is in floating point; "
-                "leave it out"
+                "cryptographic generator (ChaCha20) anyway, and noise is an exact integer "
+                "(docs/noise.md); leave it out"
             )
         super().__init__()
 

@@ -34,6 +34,9 @@ _DEVIATIONS = (-1.5, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0
 # half a step each, and a little for the division that finds it.
 _ROUNDING = 1.001 / DEVIATION
 _LEAST_LEFT = 0.5  # at most as much noise again is added for rounding
+# What norms, factors and sums in floating point may add to a sensitivity, by the type of the sum;
+# docs/noise.md says for which sums this is proved, and for which it is tested.
+FLOATING_POINT: dict[torch.dtype, float] = {torch.float32: 2.0**-7, torch.float64: 2.0**-8}
 
 # A sample that is larger than expected by more than this is worked on in parts, so that memory
 # does not follow the largest sample: at 32 expected records there is one of 48 now and then.
@@ -279,11 +282,14 @@ def noise_deviation(total: ClippedSum, noise_multiplier: float | Tensor) -> floa
     """The standard deviation s that a sum of this sensitivity needs once it is on a grid.
 
     The grid has s / `DEVIATION` between its points. Rounding n numbers to it moves two sums apart
-    by at most its root of n, so that s = multiplier (sensitivity + s sqrt(n) / `DEVIATION`).
+    by at most its root of n, so that s = multiplier (sensitivity + s sqrt(n) / `DEVIATION`). The
+    sensitivity is that over the real numbers plus what floating point may add to it.
     """
+    kinds = {value.dtype for value in total.params.values()}
+    sensitivity = total.sensitivity * (1 + max(FLOATING_POINT[kind] for kind in kinds))
     lost = noise_multiplier * math.sqrt(total.count) * _ROUNDING
     if isinstance(lost, Tensor):
-        return noise_multiplier * total.sensitivity / (1 - lost).clamp(min=_LEAST_LEFT)
+        return noise_multiplier * sensitivity / (1 - lost).clamp(min=_LEAST_LEFT)
     if lost > 1 - _LEAST_LEFT:
         raise InvalidInputError(
             f"noise of multiplier {noise_multiplier:g} on {total.count} numbers is too coarse a "
@@ -291,7 +297,7 @@ def noise_deviation(total: ClippedSum, noise_multiplier: float | Tensor) -> floa
             f"{int(((1 - _LEAST_LEFT) / (noise_multiplier * _ROUNDING)) ** 2)} weights, or ask for "
             "less noise"
         )
-    return noise_multiplier * total.sensitivity / (1 - lost)
+    return noise_multiplier * sensitivity / (1 - lost)
 
 
 def noisy_mean(
