@@ -4,7 +4,7 @@ Each is a guess between two cases that the proof over real numbers cannot tell a
 its epsilon allows. The noise is so large that this is next to nothing: whoever is right more often
 than every other time reads the machine, not the sum.
 
-- *last bits* (Mironov 2012): which numbers a floating-point sum can end at depends on what is added.
+- *last bits* (Mironov 2012): where a floating-point sum can end depends on what is added.
 - *precision* (Haney et al. 2022): noise of float32 on a sum of float64, whose last bits stay.
 - *repeated seed*: two releases of neighbours, whose noise came from one seed, are subtracted.
 - *time*: the rounds of a sampler by rejection tell how large the noise is.
@@ -174,7 +174,8 @@ class NoiseAttacks(OneByOne):
     def cells(self, options: Options) -> Iterator[Cell]:  # noqa: ARG002
         """The attacks."""
         for attack in ATTACKS:
-            yield {"experiment": self.name, "config": {"attack": attack, "trials": TRIALS}}
+            trials = len(usual_times()[0]) if attack == "time" else TRIALS
+            yield {"experiment": self.name, "config": {"attack": attack, "trials": trials}}
 
     def measure(self, cell: Cell, options: Options) -> Row:  # noqa: ARG002
         """How often the guess is right, on both mechanisms."""

@@ -1,4 +1,4 @@
-"""What a record moves a sum of machine numbers by, against the bound that the noise is scaled by."""
+"""What a record moves a sum of machine numbers by, and the bound that noise is scaled by."""
 
 import itertools
 import math
