@@ -35,7 +35,7 @@ def test_counts_show_no_more_than_is_computed_and_not_much_less():
 
 def test_the_count_of_trials_has_this_law():
     """Acceptance of trials with a record that sways them is what the computation takes it to be."""
-    setting = Setting(40, 40, 1e4, 8, 0.5, 1, -1.0)
+    setting = Setting(40, 40, 500.0, 8, 0.5, 1, -1.0)
     unit = gate_alone(setting, reach=1e-9)  # every move is beyond its reach: x always accepts
     stream = Streams(0, torch.device("cpu")).at(SETUP)[NOISE]
     rates = [
