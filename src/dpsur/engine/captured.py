@@ -174,12 +174,23 @@ class _Graphs:
             self._give_up(f"'{changed}' changes between steps; pass it to the step as an argument")
         return None
 
-    def _may_capture(self, kind: str, batch: Any) -> bool:
-        if self.why_not is not None or not self._records.in_level(kind, batch):
-            return False
-        if len(self._graphs) >= MOST_GRAPHS:  # the oldest makes room
-            del self._graphs[next(iter(self._graphs))]
-        return True
+    def _ready(self, kind: str, given: tuple[Any, ...], capture: Callable[[int], Any]) -> Any:
+        """A graph for what `_find` is given, captured now if need be, before its first replay."""
+        sums, batch, *_ = given
+        found = self._find(*given)
+        if found is None:
+            return None
+        room, key = found
+        graph = self._up_to_date(key)
+        if graph is None and self.why_not is None and self._records.in_level(kind, batch):
+            if len(self._graphs) >= MOST_GRAPHS:  # the oldest makes room
+                del self._graphs[next(iter(self._graphs))]
+            graph = capture(room)
+            if graph is not None:
+                self._graphs[key] = graph
+        if graph is not None:
+            self._begin(sums)
+        return graph
 
     def _room(self, count: int, most: int | None) -> int | None:
         """How many records a graph for this batch holds; None where none has room."""
@@ -288,20 +299,14 @@ class GradientGraphs(_Graphs):
         kwargs: Any,
     ) -> Found | None:
         """Add the clipped gradients of a batch to `sums`; None where it has to run eagerly."""
-        found = self._find(sums, batch, count, most, (args, kwargs))
-        if found is None:
-            return None
-        room, key = found
-        given, values = tensors_of(batch), _inputs((args, kwargs))
-        graph = self._up_to_date(key)
-        if graph is None and self._may_capture("gradients", batch):
-            graph = self._captured(batch, room, args, kwargs)
-            if graph is not None:
-                self._graphs[key] = graph
+        graph = self._ready(
+            "gradients",
+            (sums, batch, count, most, (args, kwargs)),
+            lambda room: self._captured(batch, room, args, kwargs),
+        )
         if graph is None:
             return None
-        self._begin(sums)
-        graph.load(given, count, values)
+        graph.load(tensors_of(batch), count, _inputs((args, kwargs)))
         sums.replaying = True
         with self._randomness():
             graph.replays[0]()
@@ -385,18 +390,13 @@ class CallGraphs(_Graphs):
         """Outputs of a call with records in front; None where it has to run eagerly."""
         if not torch.is_grad_enabled() or self._forward_in is sums:
             return None
-        found = self._find(sums, batch, count, self._most(), None)
-        if found is None:
-            return None
-        room, key = found
-        graph = self._up_to_date(key)
-        if graph is None and self._may_capture("outputs", batch):
-            graph = self._captured(function, batch, room)
-            if graph is not None:
-                self._graphs[key] = graph
+        graph = self._ready(
+            "outputs",
+            (sums, batch, count, self._most(), None),
+            lambda room: self._captured(function, batch, room),
+        )
         if graph is None:
             return None
-        self._begin(sums)
         self._forward_in = sums
         graph.graph.load(tensors_of(batch), count, ())
         with self._randomness():
