@@ -31,6 +31,7 @@ from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import fit
 from dpsur.runs.release import Origin, read_release, write_release
 from dpsur.tasks.schema import AUTO, Category, Number, Schema, Values
+from dpsur.tasks.tables import person_names
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -101,8 +102,9 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         """Train on private records within the budget.
 
         Numbers beyond the declared bounds are clipped to them. Records with a target that was not
-        declared are left out. `groups` name the person of every record, as for `dpsur.fit`, and
-        make one person with all of their records the unit of privacy.
+        declared are left out. `groups` name the person of every record: an array, or, with a
+        schema, a column of X or a function of a row of X. One person with all of their records is
+        then the unit of privacy.
         """
         _warn_of_fitted_steps(self)
         if self.schema is None:
@@ -131,7 +133,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
                 method=self.method,
                 accounting=self.accounting,
                 max_updates=self.max_updates,
-                groups=groups,
+                groups=groups if self.schema is None else person_names(groups, X, schema),
                 records_per_person=records_per_person,
                 seed=seed,
                 device=self.device,

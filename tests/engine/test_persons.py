@@ -507,6 +507,20 @@ def test_what_is_not_bounded_for_a_person_is_refused(given, words):
         made(people(), steps=3, **given)
 
 
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        (lambda x, y: 1, "called with a record"),
+        ("who", "pass an array with one name"),
+        ([0, 1], "persons of 2 records"),
+        (torch.zeros(10, 2), "persons of 10 records"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(groups, words):
+    with pytest.raises(InvalidInputError, match=words):
+        made((*people()[:2], groups), steps=3)
+
+
 def test_records_per_person_needs_groups():
     with pytest.raises(InvalidInputError, match="needs groups"):
         made((*people()[:2], None), steps=3)

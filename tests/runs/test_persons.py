@@ -408,6 +408,57 @@ def test_a_data_frame_has_a_column_of_persons(tmp_path):
     assert run.statement["public"]["records_per_person"] == persons.DEFAULT_RECORDS
 
 
+def frame_of(table):
+    rows = [line.split(",") for line in table.read_text().split()]
+    columns = zip(*rows[1:], strict=True)
+    return {name: np.array(values, object) for name, values in zip(rows[0], columns, strict=True)}
+
+
+@pytest.mark.parametrize("kind", ["array", "column", "function"])
+def test_persons_of_a_table_are_an_array_a_column_or_a_function(kind, tmp_path):
+    write_table(tmp_path / "people.csv")
+    frame = frame_of(tmp_path / "people.csv")
+    groups = {"array": frame["who"], "column": "who", "function": lambda row: row["who"]}[kind]
+    given = {"budget": dpsur.Budget(2.0, 1e-3), "groups": groups, "progress": False}
+    run = dpsur.fit("auto", frame, schema=tmp_path / "people.json", **given)
+    assert run.statement["dataset_size"] == 40
+
+
+@pytest.mark.parametrize("kind", ["array", "column", "function"])
+def test_persons_of_an_estimator_are_an_array_a_column_or_a_function(kind, tmp_path):
+    estimators = pytest.importorskip("dpsur.sklearn")
+    pandas = pytest.importorskip("pandas")
+    write_table(tmp_path / "people.csv")
+    frame = pandas.read_csv(tmp_path / "people.csv")
+    groups = {"array": frame["who"], "column": "who", "function": lambda row: row["who"]}[kind]
+    schema = dpsur.Schema.load(tmp_path / "people.json")
+    model = estimators.DPClassifier(epsilon=2.0, delta=1e-3, schema=schema, device="cpu")
+    model.fit(frame.drop(columns="label"), frame["label"], groups=groups, records_per_person=3)
+    assert model.statement_["dataset_size"] == 40
+
+
+@pytest.mark.parametrize("kind", ["pair", "data set", "texts"])
+def test_a_function_names_persons_by_what_was_given(kind):
+    inputs, targets, names = records(people=30)
+    inputs[:, 0] = names
+    budget, model = dpsur.Budget(4.0, 1e-3), nn.Linear(6, 3)
+    data, options = (inputs, targets), {"method": dpsur.Dpsgd(updates=2, batch_size=4)}
+    if kind == "data set":
+        data = torch.utils.data.TensorDataset(*data)
+    if kind == "texts":
+        texts = [f"{name} said word{place}" for place, name in enumerate(names.tolist())]
+        data, model, options = (texts, targets.tolist()), "auto", {"classes": 3, "max_updates": 1}
+    run = dpsur.fit(
+        model,
+        data,
+        budget=budget,
+        groups=lambda x, _: x.split()[0] if kind == "texts" else int(x[0]),
+        progress=False,
+        **options,
+    )
+    assert run.statement["dataset_size"] == 30
+
+
 def test_estimators_take_groups():
     estimators = pytest.importorskip("dpsur.sklearn")
     inputs, targets, names = records(people=40)
@@ -536,6 +587,7 @@ BAD = [
     ({"records": 20, "method": methods.Dpis(updates=2, batch_size=4)}, "true number of records"),
     ({"groups": [0, 1]}, "2 records"),
     ({"groups": "who"}, "groups must name"),
+    ({"groups": lambda x: 1}, "called with an input and a target"),
     ({"groups": [None] * 12}, "belong to nobody"),
     ({"records_per_person": 3}, "needs groups"),
     ({"groups": [0] * 12, "records_per_person": 0}, "records_per_person"),
@@ -554,3 +606,14 @@ def test_what_is_not_bounded_for_a_person_is_refused(given, words):
             progress=False,
             **{"method": dpsur.Dpsgd(updates=2, batch_size=4), **given},
         )
+
+
+def test_a_column_that_is_not_in_a_file_is_refused_by_name(tmp_path):
+    write_table(tmp_path / "people.csv")
+    given = {"schema": tmp_path / "people.json", "budget": dpsur.Budget(2.0, 1e-3)}
+    with pytest.raises(InvalidInputError, match="no column 'whom' to name persons; it has who"):
+        dpsur.fit(f"csv:{tmp_path / 'people.csv'}", groups="whom", **given)
+    with pytest.raises(InvalidInputError, match="must be the name of a column"):
+        dpsur.fit(f"csv:{tmp_path / 'people.csv'}", groups=lambda row: row["who"], **given)
+    with pytest.raises(InvalidInputError, match="for records in memory"):
+        dpsur.fit("auto", "images:photos", groups=lambda x, y: 1, budget=given["budget"])

@@ -22,6 +22,7 @@ from dpsur.functional.persons import (
     DEFAULT_RECORDS,
     Groups,
     PersonRecords,
+    called,
     check_by_record,
     number_persons,
 )
@@ -190,7 +191,7 @@ def units_of(
         check_by_record(groups, records, plain=plain)
     if groups is not None:
         if callable(groups):
-            groups = [groups(dataset[row]) for row in range(len(dataset))]
+            groups = called(groups, "a record", ((dataset[row],) for row in range(len(dataset))))
         most = DEFAULT_RECORDS if records_per_person is None else records_per_person
         persons = PersonRecords(Groups(number_persons(groups, len(dataset)), most))
     elif records_per_person is not None:

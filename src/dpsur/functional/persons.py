@@ -6,6 +6,7 @@ row is then bounded for a person, whatever computes it.
 """
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,21 @@ def check_by_record(groups: Any, records: int | None, *, plain: bool) -> None:
             "sampling record is for updates alone: a gate or paid metrics would be bounded per "
             "record, not per person; leave them out (Dpsgd(gate='none')), or sample persons"
         )
+
+
+def called(groups: Callable[..., Any], what: str, records: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The names that a function gives to the persons of some records."""
+    found: list[Any] = []
+    for record in records:
+        if not found:
+            try:
+                inspect.signature(groups).bind(*record)
+            except TypeError:
+                raise InvalidInputError(f"groups as a function is called with {what}") from None
+            except ValueError:  # of a function that does not say what it takes
+                pass
+        found.append(groups(*record))
+    return found
 
 
 def number_persons(names: Iterable[Any], records: int) -> Tensor:

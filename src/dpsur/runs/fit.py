@@ -9,7 +9,7 @@ are replayed on separate streams. Every run ends as it would alone.
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields, replace
 from typing import Any
@@ -33,6 +33,7 @@ from dpsur.errors import InvalidInputError, NothingReleasedError, PrivacyWarning
 from dpsur.functional.persons import (
     DEFAULT_RECORDS,
     Groups,
+    called,
     number_persons,
     record_loss,
     record_rows,
@@ -208,9 +209,9 @@ def fit(
         views: number of augmented views of a record, averaged inside its one clipped gradient:
             no cost in privacy, and as many times the computation.
         groups: whom each record belongs to: an array with a name or number per record, a column of
-            the table, or a function of a record's input and target. The unit of privacy is then
-            one person with all of their records. Persons are drawn in place of records, and a
-            person adds one gradient, the mean over their records, clipped once.
+            the table, or a function of a record's input and target, or of a row. The unit of
+            privacy is then one person with all of their records. Persons are drawn in place of
+            records, and a person adds one gradient, the mean over their records, clipped once.
         records_per_person: how many records of a person are used at most (default: 16); a public
             number. Which they are follows from that person's records alone.
         sampling: with `groups`, "person" draws persons for a batch, "record" draws records, of
@@ -242,6 +243,8 @@ def fit(
     if replay is not None:
         checks.at_least_one("replay", replay)
         intervals, ledger = replace(intervals or Intervals(), replayable=True), None
+    if callable(groups) and schema is None and train_set is not None:
+        groups = called(groups, "an input and a target", _pairs(train_set))
     if collate is not None:
         train_set = Collated(train_set, collate)
         test_set = None if test_set is None else Collated(test_set, collate)
@@ -401,12 +404,21 @@ def _groups(groups: Any, most: int | None, train_set: Any, task: Task | None) ->
         person = task.persons
     elif records is None:
         raise InvalidInputError("groups need records in memory; pass train_set as tensors")
-    elif callable(groups):
-        pairs = _pair_of_tensors(train_set, "groups as a function")
-        person = number_persons(map(groups, pairs.inputs, pairs.targets), records)
     else:
         person = number_persons(groups, records)
     return Groups(person, DEFAULT_RECORDS if most is None else most)
+
+
+def _pairs(train_set: Any) -> Iterable[tuple[Any, ...]]:
+    """The records as they were given, one by one; names of files say nothing of persons."""
+    if isinstance(train_set, (str, os.PathLike)):
+        raise InvalidInputError(
+            "groups as a function are for records in memory; name a column of the file, or pass an "
+            "array with one name or number per record"
+        )
+    if isinstance(train_set, (tuple, list)) and len(train_set) == 2:
+        return zip(*train_set, strict=True)
+    return (train_set[row] for row in range(len(train_set)))
 
 
 def _units(train_set: Any, groups: Groups | None) -> int | None:

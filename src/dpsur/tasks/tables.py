@@ -31,7 +31,7 @@ import torch
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import TABLE
-from dpsur.functional.persons import number_persons, numbered
+from dpsur.functional.persons import called, number_persons, numbered
 from dpsur.functional.records import Examples
 from dpsur.tasks.base import VECTORS, WORD_ROWS, Task
 from dpsur.tasks.declared import Declared
@@ -185,15 +185,13 @@ def table_task(name: str, declared: Declared) -> Task:
 def memory_task(schema: Schema, train: Any, test: Any = None, groups: Any = None) -> Task:
     """The task of a data frame, or of columns by name.
 
-    `groups` name the person of every record of it: a column of the table, or as many names.
+    `groups` name the person of every record of it, as `person_names` takes them.
     """
     persons = None
     if groups is not None:
         usable = schema.targets(train)[1]
-        if isinstance(groups, str):
-            _check_group_by(groups, schema, column_names(train))
-            groups = train[groups]
-        persons = numbered(number_persons(groups, len(usable))[usable])
+        names = person_names(groups, train, schema)
+        persons = numbered(number_persons(names, len(usable))[usable])
     public = None if test is None else schema.records(test)
     parts = _Parts(
         schema.records(train),
@@ -203,6 +201,18 @@ def memory_task(schema: Schema, train: Any, test: Any = None, groups: Any = None
         persons,
     )
     return _task("", schema, parts)
+
+
+def person_names(groups: Any, table: Any, schema: Schema) -> Any:
+    """The name of a person for every row: a column, as many names, or a function of a row."""
+    if isinstance(groups, str):
+        _check_group_by(groups, schema, column_names(table))
+        return table[groups]
+    if not callable(groups):
+        return groups
+    names = column_names(table)
+    rows = zip(*(table[name] for name in names), strict=True)
+    return called(groups, "a row by names", ((dict(zip(names, row, strict=True)),) for row in rows))
 
 
 def _task(name: str, schema: Schema, parts: _Parts) -> Task:
@@ -340,7 +350,8 @@ def _read_records(
     path, *others = files
     schema = Schema.from_json(json.loads(stored))
     if group_by is not None:
-        _check_group_by(group_by, schema)
+        found = None if path.suffix in JSON_LINES else header(path)
+        _check_group_by(group_by, schema, found)
     records, usable, seen = _read(path, schema)
     train, persons = _selected(records, usable), None
     if group_by is not None:
