@@ -326,6 +326,8 @@ def test_the_commands(tmp_path, capsys):
     np.savez(tmp_path / "moved.npz", x=x, y=y, x_test=x, y_test=y)
     assert main(["verify", out, "--replay", "3", *data]) == 1
     assert "replay.records" in capsys.readouterr().out
-    shutil.rmtree(tmp_path / "run" / "private")
+    shutil.move(tmp_path / "run" / "private", tmp_path / "kept")
     assert main(["verify", out, "--replay", "3"]) == 2
-    assert "holds no private folder" in capsys.readouterr().err
+    assert "is no private folder" in capsys.readouterr().err
+    assert main(["verify", out, "--replay", "3", "--private", str(tmp_path / "kept"), *data]) == 1
+    assert "replay.records" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.runs.files import RELEASE, RunFolder, finite, new_key, sign, signature_faults
+from dpsur.runs.files import RunFolder, finite, new_key, release_folder, sign, signature_faults
 from dpsur.runs.verification import CHECKED, NOT_CHECKED, verification
 from dpsur.status import status
 
@@ -59,6 +59,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", metavar="FILE", help="the public key that must have signed it")
     again = parser.add_argument_group("with the records")
     again.add_argument("--replay", type=int, metavar="N", help="make N steps again, at random")
+    again.add_argument(
+        "--private", metavar="DIR", help="the run's private folder (default: beside the release)"
+    )
     again.add_argument(
         "--data", metavar="PATH", help="where the records are now (default: as then)"
     )
@@ -108,13 +111,16 @@ def _replayed(options: argparse.Namespace) -> "Replayed":
     from dpsur.runs.tasks import build_task_session
 
     checks.at_least_one("replay", options.replay)
-    root = Path(options.folder)
-    folder = RunFolder(root if (root / RELEASE).is_dir() else root.absolute().parent)
+    release = release_folder(options.folder)
+    folder = RunFolder(release.absolute().parent)
+    folder.release = release
+    if options.private is not None:
+        folder.private = Path(options.private)
     stated_commitments(folder)
     if not folder.config.exists():
         raise InvalidInputError(
-            f"{folder.root} holds no private folder of a run of the command line; replay a run "
-            "that was started from Python there: dpsur.fit(..., replay=N)"
+            f"{folder.private} is no private folder of a run of the command line; give --private, "
+            "or replay a run that was started from Python there: dpsur.fit(..., replay=N)"
         )
     config = replace(config_in(folder), ledger=None)  # nothing is spent
     if options.device is not None:
