@@ -14,6 +14,7 @@ from dpsur.mechanism.noise_table import DEVIATION
 from dpsur.mechanism.streams import BATCH
 from dpsur.per_example import ClippedSum
 from tests.conftest import blobs, stream
+from tests.mutants import Mutant, law_tests
 from tests.statistics import STANDARD_ERRORS, assert_frequency, assert_normal
 from tests.statistics import assert_standard_deviation as assert_scale
 
@@ -206,6 +207,34 @@ def test_rounding_a_sum_to_the_grid_is_part_of_its_sensitivity():
     assert gaussian.noise_deviation(total, 1.0) < 0.5 * 1.0013 * (1 + 2**-7)
     part = replace(total, params={"w": torch.zeros(10)}, whole=1_000_000)  # a shard of it
     assert gaussian.noise_deviation(part, 30.0) == s
+
+
+def rounded_sums_move_by_less_than_the_noise_allows():
+    """Two sums at the sensitivity from each other, all of whose numbers rounding moves apart.
+
+    Without the allowance for floating point, which is meant for something else.
+    """
+    count, multiplier = 10_000, 300.0
+    total = ClippedSum({"w": torch.zeros(count, dtype=torch.float64)}, sensitivity=1.0)
+    s = gaussian.noise_deviation(total, multiplier)
+    grid, part = s / DEVIATION, 1 / math.sqrt(count)
+    one = torch.full((count,), 0.499 * grid, dtype=torch.float64)  # rounded down
+    other = torch.full((count,), (math.floor(part / grid) + 0.501) * grid, dtype=torch.float64)
+    assert float((other - one).norm()) <= 1.0
+    moved = float(((other / grid).round() - (one / grid).round()).norm()) * grid
+    assert multiplier * moved <= s / (1 + gaussian.FLOATING_POINT[torch.float64])
+
+
+def rounding_left_out(patch):
+    def wrong(total, multiplier):
+        return multiplier * total.sensitivity * (1 + gaussian.FLOATING_POINT[torch.float64])
+
+    patch.setattr(gaussian, "noise_deviation", wrong)
+
+
+test_law_holds, test_mutant_is_killed = law_tests(
+    [Mutant(rounded_sums_move_by_less_than_the_noise_allows, rounding_left_out)]
+)
 
 
 def test_noise_that_is_too_coarse_for_so_many_weights_is_refused():
