@@ -784,6 +784,7 @@ def test_rows_per_piece_are_a_power_of_two_within_the_budget():
     assert GradientBudget(bytes=2 * 100 * 40).rows(100, CPU) == 32
     assert GradientBudget(bytes=1).rows(100, CPU) == 1
     assert GradientBudget().rows(2**20, CPU) == 64
+    assert GradientBudget().rows(2**20, CPU, weights=2**26) == 128  # of a large model
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,11 @@ def _make(
         memory = 8 * sum(value.numel() for value in params.values())
     return GradientStrategy(
         Engine.ONE_BY_ONE if alone else Engine.ONE_PASS,
-        budget.rows(memory, next(iter(params.values())).device),
+        budget.rows(
+            memory,
+            next(iter(params.values())).device,
+            sum(value.nbytes for value in {**own, **params}.values()),
+        ),
         records,
         records.why_alone if alone else None,
         copied,

@@ -9,6 +9,9 @@ import torch
 _HEADROOM = 2
 # More is slower on a CPU: what does not fit its caches is fetched, and cleared, from memory.
 _ON_THE_HOST = 2**27
+# But not than to read and add to all weights once more. A microbatch may hold as much as so many
+# copies of them.
+_COPIES_OF_WEIGHTS = 4
 # The part of a GPU's free memory that a batch may take.
 _PART_OF_FREE = 0.5
 # The part of free memory, on a GPU or on the host, that a table about the data may take.
@@ -19,15 +22,16 @@ _PART_FOR_TABLES = 0.25
 class GradientBudget:
     """A bound on the memory for one microbatch. It cannot change the sum over microbatches.
 
-    Without a number of bytes it is 128 MiB on the host and half of what is free on a GPU, as it is
-    when a model is first seen: later microbatches have the same size, so that they can be captured.
+    Without a number of bytes it is 128 MiB on the host, more for large models, and half of what is
+    free on a GPU, as it is when a model is first seen: later microbatches have the same size, so
+    that they can be captured.
     """
 
     bytes: int | None = None
 
-    def rows(self, bytes_per_example: int, device: torch.device) -> int:
-        """Examples per microbatch: a power of two, at least one."""
-        affordable = self._available(device) // (_HEADROOM * max(1, bytes_per_example))
+    def rows(self, bytes_per_example: int, device: torch.device, weights: int = 0) -> int:
+        """Examples per microbatch: a power of two, at least one. `weights` is in bytes."""
+        affordable = self._available(device, weights) // (_HEADROOM * max(1, bytes_per_example))
         return 1 << max(0, int(affordable).bit_length() - 1)
 
     def has_room(self, size: int, device: torch.device) -> bool:
@@ -36,11 +40,11 @@ class GradientBudget:
             return size <= self.bytes
         return size <= _PART_FOR_TABLES * _free(device)
 
-    def _available(self, device: torch.device) -> int:
+    def _available(self, device: torch.device, weights: int) -> int:
         if self.bytes is not None:
             return self.bytes
         if device.type != "cuda":
-            return _ON_THE_HOST
+            return max(_ON_THE_HOST, _COPIES_OF_WEIGHTS * weights)
         return int(_PART_OF_FREE * _free(device))
 
 
