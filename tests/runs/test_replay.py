@@ -331,3 +331,25 @@ def test_the_commands(tmp_path, capsys):
     assert "is no private folder" in capsys.readouterr().err
     assert main(["verify", out, "--replay", "3", "--private", str(tmp_path / "kept"), *data]) == 1
     assert "replay.records" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"chain": "0" * 63},
+        {"records": None},
+        {"key": "x" * 64},
+        {"device": "cpu"},
+        {"device": 3},
+        {"salt": "0" * 64},
+        None,
+        [],
+    ],
+)
+def test_damaged_commitments_are_faults(damage, run):
+    path = run / "release" / "privacy.json"
+    statement = json.loads(path.read_text())
+    whole = isinstance(damage, dict)
+    statement["replay"] = {**statement["replay"], **damage} if whole else damage
+    path.write_text(json.dumps(statement))
+    assert dpsur.verify(run)[0]
