@@ -28,8 +28,8 @@ from dpsur.per_example.rules.embedding import (
     Lookups,
     add_up_repeats,
     embedding_bag_map,
+    embedding_map,
     first_places,
-    look_up,
 )
 from dpsur.per_example.rules.linear import linear_map
 from dpsur.per_example.rules.normalization import (
@@ -192,21 +192,6 @@ def _times(tape: Tape, output: Tensor, x: Tensor, weight: Tensor, bias: Tensor |
     return tape.watch(output, record)
 
 
-def _embedding(
-    tape: Tape,
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,  # noqa: ARG001  of max_norm
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        raise NotSupportedError("embedding with max_norm, scale_grad_by_freq or sparse gradients")
-    return look_up(tape, input, weight, padding_idx)
-
-
 def _convolution(
     dimensions: int,
     tape: Tape,
@@ -242,7 +227,7 @@ OPERATION_RULES: dict[Any, Callable[..., Any]] = {
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
     torch.addmm: _addmm,
-    F.embedding: _embedding,
+    F.embedding: embedding_map,
     F.embedding_bag: embedding_bag_map,
     F.conv1d: partial(_convolution, 1),
     F.conv2d: partial(_convolution, 2),

@@ -15,35 +15,57 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import is_parametrized
 
 from dpsur.per_example.rules.attention import attention
 from dpsur.per_example.rules.convolution import convolution
-from dpsur.per_example.rules.embedding import embedding, embedding_bag
+from dpsur.per_example.rules.embedding import embedding_bag_map, embedding_map
 from dpsur.per_example.rules.linear import frozen_linear, linear
-from dpsur.per_example.rules.normalization import (
-    group_norm,
-    layer_norm,
-    rms_norm,
-)
+from dpsur.per_example.rules.normalization import group_norm_map, layer_norm_map, rms_norm_map
 from dpsur.per_example.rules.pooling import max_pool
 from dpsur.per_example.rules.recurrent import recurrent_cell, recurrent_layer
+from dpsur.per_example.tape import Tape
 
 Rule = Callable[..., Any]
+
+
+def _as_operation(operation: Callable[..., Any], *names: str) -> Rule:
+    """The rule of an operation, for a layer that gives it these attributes of its own."""
+
+    def rule(module: nn.Module, tape: Tape, *args: Any, **kwargs: Any) -> Any:
+        own = {name: getattr(module, name) for name in names}
+        return operation(tape, *args, **own, **kwargs)
+
+    return rule
+
+
+_TABLE = ("weight", "padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+_bag = _as_operation(embedding_bag_map, "mode", *_TABLE)
+
+
+def _embedding_bag(
+    module: nn.Module,
+    tape: Tape,
+    input: Tensor,
+    offsets: Any = None,
+    per_sample_weights: Any = None,
+) -> Any:
+    return _bag(module, tape, input, offsets=offsets, per_sample_weights=per_sample_weights)
+
 
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear,
     nn.Conv1d: convolution,
     nn.Conv2d: convolution,
     nn.Conv3d: convolution,
-    nn.Embedding: embedding,
-    nn.EmbeddingBag: embedding_bag,
-    nn.GroupNorm: group_norm,
-    nn.LayerNorm: layer_norm,
-    nn.RMSNorm: rms_norm,
+    nn.Embedding: _as_operation(embedding_map, *_TABLE),
+    nn.EmbeddingBag: _embedding_bag,
+    nn.GroupNorm: _as_operation(group_norm_map, "num_groups", "weight", "bias", "eps"),
+    nn.LayerNorm: _as_operation(layer_norm_map, "normalized_shape", "weight", "bias", "eps"),
+    nn.RMSNorm: _as_operation(rms_norm_map, "normalized_shape", "weight", "eps"),
     nn.LSTM: recurrent_layer,
     nn.GRU: recurrent_layer,
     nn.RNN: recurrent_layer,

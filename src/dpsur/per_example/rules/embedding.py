@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpsur.functional.process_settings import widen
 from dpsur.per_example.contributions import (
@@ -133,11 +133,20 @@ def add_up_repeats(outputs: Tensor, places: Tensor) -> Tensor:
     return sums.index_add_(0, places.flatten(), outputs.flatten(0, 1)).view_as(outputs)
 
 
-def embedding(module: nn.Embedding, tape: Tape, input: Tensor) -> Tensor:
-    """A table of vectors; the row at `padding_idx` is never trained."""
-    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+def embedding_map(
+    tape: Tape,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,  # noqa: ARG001  of max_norm
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """A table of vectors, as `F.embedding` reads it; the row at `padding_idx` is never trained."""
+    if max_norm is not None or scale_grad_by_freq or sparse:
         raise NotSupportedError("embedding with max_norm, scale_grad_by_freq or sparse gradients")
-    return look_up(tape, input, module.weight, module.padding_idx)
+    return look_up(tape, input, weight, padding_idx)
 
 
 def look_up(tape: Tape, input: Tensor, weight: Tensor, padding: int | None = None) -> Tensor:
@@ -159,35 +168,13 @@ def look_up(tape: Tape, input: Tensor, weight: Tensor, padding: int | None = Non
     return tape.watch(output, record)
 
 
-def embedding_bag(
-    module: nn.EmbeddingBag,
-    tape: Tape,
-    input: Tensor,
-    offsets: Tensor | None = None,
-    per_sample_weights: Tensor | None = None,
-) -> Tensor:
-    """The sum, mean or maximum of the rows that an example names."""
-    return embedding_bag_map(
-        tape,
-        input,
-        module.weight,
-        offsets,
-        max_norm=module.max_norm,
-        scale_grad_by_freq=module.scale_grad_by_freq,
-        mode=module.mode,
-        sparse=module.sparse,
-        per_sample_weights=per_sample_weights,
-        padding_idx=module.padding_idx,
-    )
-
-
 def embedding_bag_map(
     tape: Tape,
     input: Tensor,
     weight: Tensor,
     offsets: Tensor | None = None,
     max_norm: float | None = None,
-    norm_type: float = 2,  # noqa: ARG001  of max_norm
+    norm_type: float = 2,
     scale_grad_by_freq: bool = False,
     mode: str = "mean",
     sparse: bool = False,
@@ -198,9 +185,7 @@ def embedding_bag_map(
     """Look rows up and reduce them, as `F.embedding_bag` does for bags of one length."""
     if offsets is not None or input.dim() != 2:
         raise NotSupportedError("bags of different lengths in one row; pad them to a matrix")
-    if max_norm is not None or scale_grad_by_freq or sparse:
-        raise NotSupportedError("embedding with max_norm, scale_grad_by_freq or sparse gradients")
-    rows = look_up(tape, input, weight)
+    rows = embedding_map(tape, input, weight, None, max_norm, norm_type, scale_grad_by_freq, sparse)
     kept = None
     if padding_idx is not None:
         kept = (input != padding_idx % len(weight)).unsqueeze(-1)

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpsur.functional.process_settings import widen
 from dpsur.per_example.contributions import Contribution, Rows
@@ -18,11 +18,6 @@ Sums = Callable[[Tensor], tuple[Tensor, Tensor] | None]
 Collect = Callable[[Tensor], Tensor]
 
 
-def group_norm(module: nn.GroupNorm, tape: Tape, input: Tensor) -> Tensor:
-    """Channels are normalised in groups; one scale and shift per channel."""
-    return group_norm_map(tape, input, module.num_groups, module.weight, module.bias, module.eps)
-
-
 def group_norm_map(
     tape: Tape,
     input: Tensor,
@@ -31,6 +26,7 @@ def group_norm_map(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
+    """Channels are normalised in groups; one scale and shift per channel."""
     sums: Sums | None = None
     input = _as_autocast(input)
     if _has_kernel(input):
@@ -47,13 +43,6 @@ def group_norm_map(
     return _scaled(tape, output, weight, bias, normalise, _by_channel, sums)
 
 
-def layer_norm(module: nn.LayerNorm, tape: Tape, input: Tensor) -> Tensor:
-    """The last dimensions are normalised together; one scale and shift per entry of them."""
-    return layer_norm_map(
-        tape, input, module.normalized_shape, module.weight, module.bias, module.eps
-    )
-
-
 def layer_norm_map(
     tape: Tape,
     input: Tensor,
@@ -62,6 +51,7 @@ def layer_norm_map(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
+    """The last dimensions are normalised together; one scale and shift per entry of them."""
     shape = list(normalized_shape)
     sums: Sums | None = None
     input = _as_autocast(input)
@@ -80,11 +70,6 @@ def layer_norm_map(
     return _scaled(tape, output, weight, bias, normalise, _by_entry(shape), sums)
 
 
-def rms_norm(module: nn.RMSNorm, tape: Tape, input: Tensor) -> Tensor:
-    """Like layer norm, without centring and without a shift."""
-    return rms_norm_map(tape, input, module.normalized_shape, module.weight, module.eps)
-
-
 def rms_norm_map(
     tape: Tape,
     input: Tensor,
@@ -92,6 +77,7 @@ def rms_norm_map(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
+    """Like layer norm, without centring and without a shift."""
     shape = list(normalized_shape)
     output = F.rms_norm(input, shape, weight, eps)
 
