@@ -112,14 +112,6 @@ def test_account_refuses_a_figure_that_the_other_library_refutes(capsys, monkeyp
     assert "FAULT: epsilon 1.0000 (every_trial) is too low" in out
 
 
-def test_account_draws(tmp_path, capsys):
-    path = tmp_path / "curve.png"
-    status, _, _ = dpsur("account", *FMNIST, "--noise-multiplier", "2", "--accept-ratio", "2",
-                         "--updates", "50", "--plot", str(path), capsys=capsys)  # fmt: skip
-    assert status == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 BAD = [
     (["account", *FMNIST, "--noise-multiplier", "2"], "give --updates T, --trials M"),
     (["account", *FMNIST, "--noise-multiplier", "2", "--updates", "5"], "needs either"),

@@ -4,10 +4,8 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from dpsur import checks
-from dpsur.cli.parser import figure_path
 from dpsur.errors import InvalidInputError
 from dpsur.options import flag
 from dpsur.privacy.accountants.noise_tail import tail_refusal
@@ -68,7 +66,6 @@ LABELS = {
     "every_trial": "every trial charged",
     "published": "published (a claim, not proved)",
 }
-CURVE_POINTS = 24
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
@@ -87,12 +84,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         "--check",
         action=argparse.BooleanOptionalAction,
         help="hold the figures against dp-accounting, in about a second (default: unless --json)",
-    )
-    parser.add_argument(
-        "--plot",
-        type=figure_path,
-        metavar="FILE",
-        help="draw epsilon against updates (PNG, SVG or PDF)",
     )
     parser.set_defaults(run=run)
 
@@ -199,8 +190,6 @@ def run(options: argparse.Namespace) -> int:
             setup, trial, options.delta, updates=updates, trials=trials, requested="proven-pld"
         )
     _say_why_infinite(setup, trial, options.delta, updates or trials or 1)
-    if options.plot is not None:
-        _plot(options.plot, setup, trial, options.delta, updates, trials)
     charges = {
         key: planned_charges(setup, trial, count)
         for key in found
@@ -236,7 +225,7 @@ def _block_figures(
     options: argparse.Namespace,
 ) -> tuple[dict[str, float | None], dict[str, Charges]]:
     """Epsilon of blocks of updates with a test after each, under the accountings that cover it."""
-    refused = ("updates", "trials", "accept_threshold", "accept_ratio", "plot")
+    refused = ("updates", "trials", "accept_threshold", "accept_ratio")
     for name in refused:
         if getattr(options, name) is not None:
             raise InvalidInputError(f"{flag(name)} has no meaning with --block-sizes; leave it out")
@@ -275,46 +264,6 @@ def _say_why_infinite(setup: tuple[Event, ...], trial: Trial, delta: float, coun
     refusal = tail_refusal(tail, trial.update.noise_multiplier, count, delta)
     if refusal is not None:
         print(f"dpsur: warning: {refusal}", file=sys.stderr)
-
-
-def _plot(
-    path: Path,
-    setup: tuple[Event, ...],
-    trial: Trial,
-    delta: float,
-    updates: int | None,
-    trials: int | None,
-) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    longest = updates or trials or 1
-    counts = sorted(
-        {max(1, round(longest * (k / CURVE_POINTS) ** 2)) for k in range(1, CURVE_POINTS + 1)}
-    )
-    rows = []
-    for count in counts:
-        made = None if trials is None else max(1, round(trials * count / longest))
-        kept = None if updates is None else count
-        rows.append(figures(setup, trial, delta, updates=kept, trials=made))
-    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    styles = {"proven": "-", "every_trial": "--", "published": ":"}
-    for key, style in styles.items():
-        values = [value for row in rows if (value := row[key]) is not None]
-        if len(values) == len(counts):
-            axes.plot(counts, values, style, label=LABELS[key])
-    axes.set(
-        xlabel="accepted updates" if updates else "trials",
-        ylabel=f"epsilon at delta = {delta:g}",
-        ylim=(0, None),
-        xlim=(0, longest),
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
 
 
 CALIBRATE = """\
