@@ -11,6 +11,7 @@ from tests.mutants import Mutant, law_tests
 transformers = pytest.importorskip("transformers", reason="needs the extra dev: transformers")
 peft = pytest.importorskip("peft", reason="needs the extra dev: peft")
 import dpsur  # noqa: E402
+from dpsur.engine.loader import records_in
 from dpsur.integrations.transformers import PrivateTrainer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of these packages, about each other
@@ -208,7 +209,7 @@ def made(name):
 def private_loss(trainer):
     """The loss of a step with all records, whose sampling rate is one."""
     (batch,) = trainer.get_train_dataloader()
-    assert batch.records == RECORDS
+    assert records_in(batch) == RECORDS
     return float(trainer._step.accumulate(batch)["loss"])
 
 
