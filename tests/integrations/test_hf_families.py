@@ -11,7 +11,7 @@ from tests.mutants import Mutant, law_tests
 transformers = pytest.importorskip("transformers", reason="needs the extra dev: transformers")
 peft = pytest.importorskip("peft", reason="needs the extra dev: peft")
 import dpsur  # noqa: E402
-from dpsur.engine.loader import records_in
+from dpsur.engine.loader import records_in  # noqa: E402
 from dpsur.integrations.transformers import PrivateTrainer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of these packages, about each other
