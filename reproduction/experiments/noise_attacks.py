@@ -133,7 +133,8 @@ def usual_times() -> tuple[Sequence[int], Sequence[int]]:
 
 def our_times() -> tuple[Sequence[int], Sequence[int]]:
     """The same of our table: how many words were computed for each number."""
-    found, words = [], []
+    found: list[int] = []
+    words: list[int] = []
     real = random_numbers._words
 
     def counted(*address: object) -> object:
