@@ -19,7 +19,7 @@ from dpsur.functional.records import Examples
 from dpsur.mechanism import block_tests
 from dpsur.mechanism.streams import FEATURES, SETUP, Streams
 from dpsur.per_example import clipped_sum
-from dpsur.privacy.statement import TEXTS
+from dpsur.privacy.statement import TEXTS, guarantee_rows
 from dpsur.runs import build_session as building
 from dpsur.runs.build_session import build_session
 from dpsur.runs.verification import statement_faults
@@ -501,6 +501,7 @@ def test_records_of_persons_are_drawn_one_by_one(tmp_path, capsys):
     stated = run.statement
     assert stated["unit"] == UNITS["person"]
     assert stated["dataset_size"] == 70
+    assert ("records", "70") in guarantee_rows(stated)  # of which the persons have so many
     assert stated["public"] == {
         "records_per_person": MOST,
         "sampled_by": "record",

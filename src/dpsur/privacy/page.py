@@ -10,14 +10,12 @@ from typing import Any
 from dpsur.privacy.events import NoisyChoice, SampledGaussian
 from dpsur.privacy.statement import (
     DECLARED_SIZE,
-    RECORD,
     RECORDS_PER_PERSON,
-    SAMPLED_BY,
     Words,
+    counted_by,
     format_epsilon,
     group_rows,
     shown_settings,
-    unit_of,
     words_of,
 )
 
@@ -137,8 +135,7 @@ def _guarantee_rows(words: Words, statement: Mapping[str, Any]) -> Rows:
     guarantee, figures = statement["guarantee"], statement["epsilon"]
     public = statement["public"]
     kind = "size declared" if DECLARED_SIZE in public else "size"
-    counted = RECORD if SAMPLED_BY in public else unit_of(statement)
-    size = words.rows(f"{counted} {kind}", size=statement["dataset_size"])
+    size = words.rows(f"{counted_by(statement)} {kind}", size=statement["dataset_size"])
     released = words.rows("released", released=", ".join(statement["released"]))
     if not _is_private(guarantee):
         return [*words.rows("no privacy", nothing=words["no guarantee"]), *size, *released]

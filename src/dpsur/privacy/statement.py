@@ -102,6 +102,11 @@ def unit_of(statement: Mapping[str, Any]) -> str:
     return PERSON if RECORDS_PER_PERSON in statement["public"] else RECORD
 
 
+def counted_by(statement: Mapping[str, Any]) -> str:
+    """What its number N counts: persons, or the records that are drawn of them."""
+    return RECORD if SAMPLED_BY in statement["public"] else unit_of(statement)
+
+
 def words_of(statement: Mapping[str, Any]) -> Words:
     """The texts that a statement was written with."""
     version = statement["texts"]
@@ -157,7 +162,7 @@ class Statement(dict[str, Any]):
 def guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What is promised, in a few lines."""
     promised = statement["guarantee"]
-    epsilon, units = promised["epsilon"], f"{unit_of(statement)}s"
+    epsilon, units = promised["epsilon"], f"{counted_by(statement)}s"
     if epsilon is None or math.isinf(epsilon):
         return [
             ("privacy", words_of(statement)["no guarantee"]),

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpsur.privacy.conversion import Converted
-from dpsur.privacy.statement import PERSON, format_epsilon, unit_of
+from dpsur.privacy.statement import PERSON, counted_by, format_epsilon, unit_of
 
 OPEN = "TO BE FILLED IN: not in a privacy statement"
 Fields = dict[str, Any]
@@ -23,7 +23,7 @@ Fields = dict[str, Any]
 def nist(statement: Mapping[str, Any]) -> Fields:
     """What an evaluation by NIST SP 800-226 asks, from the top of its pyramid to the bottom."""
     promised, unit = statement["guarantee"], statement["unit"]
-    sizes = f"{statement['dataset_size']} {unit_of(statement)}s"
+    sizes = f"{statement['dataset_size']} {counted_by(statement)}s"
     return {
         "privacy guarantee": {
             "epsilon": _number(promised["epsilon"]),
@@ -90,7 +90,7 @@ def registry(statement: Mapping[str, Any]) -> Fields:
             },
             "dp_flavor": {
                 "name": "Approximate DP",
-                "data_domain": f"data sets of {statement['dataset_size']} {unit_of(statement)}s",
+                "data_domain": f"data sets of {statement['dataset_size']} {counted_by(statement)}s",
                 "unprotected_quantities": ", ".join(
                     ["the number N", *(str(name) for name in statement["public"])]
                 ),

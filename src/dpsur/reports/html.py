@@ -26,6 +26,7 @@ from dpsur.mechanism.trial import Progress
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import (
     PERSON,
+    counted_by,
     format_epsilon,
     group_rows,
     metric_text,
@@ -292,7 +293,7 @@ def _promise(contents: ReportContents) -> str:
             "proved" if guarantee["proved"] else "not proved",
             f"accounting {guarantee['accounting']}",
         ),
-        (f"{contents.statement['dataset_size']:,}", f"training {unit}s"),
+        (f"{contents.statement['dataset_size']:,}", f"training {counted_by(contents.statement)}s"),
     ]
     if contents.test is not None and "accuracy" in contents.test.scores:
         scores = contents.test.scores
@@ -523,7 +524,7 @@ def _data_rows(contents: ReportContents) -> list[tuple[str, str]]:
     statement = contents.statement
     return [
         ("Task", contents.task or "custom data"),
-        ("Training records (public)", f"{statement['dataset_size']:,}"),
+        (f"Training {counted_by(statement)}s (public)", f"{statement['dataset_size']:,}"),
         *declared_rows(statement["public"]),
         ("Unit of privacy", statement["unit"]),
         ("Neighbouring data sets", statement["adjacency"]),
