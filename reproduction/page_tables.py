@@ -20,6 +20,7 @@ from typing import Any
 from dpsur.presets import preset_named
 from reproduction.bench import cpu_loops, data_path, loops, network_grid
 from reproduction.bench.report import markdown as bench_table
+from reproduction.experiments import sixteen
 from reproduction.experiments.accuracy import paper_accuracy, summary
 from reproduction.experiments.accuracy_pages import DATA_SETS, TOLERANCE, short_table
 from reproduction.experiments.iterates import records as iterate_records
@@ -72,6 +73,7 @@ def marked_tables() -> dict[str, str]:
         _comment("bench_loops_gpu"): loops.markdown(rows_of("bench_loops_gpu")),
         _comment("bench_loops_cpu"): cpu_loops.markdown(rows_of("bench_loops_cpu")),
         "data path": data_path.markdown(rows_of("bench_networks_gpu")),
+        "sixteen cells": sixteen.short_table(rows_of("accuracy"), paper_accuracy()),
         "accuracy in short": short_table(list(FOUND.values()), paper_accuracy()).markdown(),
     }
 
@@ -86,19 +88,6 @@ def tables() -> Iterator[tuple[str, list[str]]]:
         "| arm | momentum of rejected steps | accepted by | Fashion-MNIST | MNIST | CIFAR-10 |",
         list(_controls()),
     )
-    ahead = gaps("proven", "dpsgd-hf")
-    assert min(ahead) > 0
-    yield (
-        "| epsilon | Algorithm 1 | updates | DP-SGD | updates | DP-SGD is ahead by |",
-        [
-            _line(
-                budget, _measured(one), _count(one), _measured(plain), _count(plain), f"{gap:.2f}"
-            )
-            for budget, one, plain, gap in zip(
-                BUDGETS, fmnist("proven"), fmnist("dpsgd-hf"), ahead, strict=True
-            )
-        ],
-    )
     yield (
         "| best of seven rates, Fashion-MNIST | at epsilon 1 | at epsilon 3 | worst at epsilon 1 | "
         "worst at epsilon 3 |",
@@ -108,18 +97,6 @@ def tables() -> Iterator[tuple[str, list[str]]]:
         yield f"| {header} | 1 | 2 | 3 | 4 | the paper, 1 to 4 |", list(_beside_the_paper(arm))
     yield "| data set | DPIS | DP-SGD | the paper's DPIS |", list(_dpis_at_three())
     yield "| changed, IMDb at epsilon 4 | points |", list(_what_moves_reviews())
-    yield (
-        "| data set | arm | 1 | 2 | 3 | 4 |",
-        [
-            _line(name, arm, *shown(".2f", (record["mean"] for record in records)))
-            for task, name in DATA_SETS.items()
-            if task != "fmnist"
-            for arm, records in (
-                ("Algorithm 1", [FOUND[task, "proven", e] for e in BUDGETS]),
-                ("DP-SGD", plain_on(task)),
-            )
-        ],
-    )
     yield "| DPSGD-TS on CIFAR-10 | 1 | 2 | 3 | 4 |", list(_tempered_on_photographs())
 
 
@@ -129,10 +106,6 @@ def _line(*cells: object) -> str:
 
 def _measured(record: Row) -> str:
     return f"{record['mean']:.2f} ± {record['spread']:.2f}"
-
-
-def _count(record: Row) -> str:
-    return f"{record['updates']:.0f}"
 
 
 def _controls() -> Iterator[str]:
@@ -207,24 +180,9 @@ def _tempered_on_photographs() -> Iterator[str]:
         yield _line(said, *shown(".2f", (FOUND["cifar10", arm, e]["mean"] for e in BUDGETS)))
 
 
-def fmnist(arm: str) -> list[dict[str, Any]]:
-    """An arm on Fashion-MNIST at every budget."""
-    return [FOUND["fmnist", arm, epsilon] for epsilon in BUDGETS]
-
-
 def shown(form: str, values: Iterable[float]) -> tuple[str, ...]:
     """Figures as they are written."""
     return tuple(format(value, form) for value in values)
-
-
-def gaps(one: str, other: str) -> list[float]:
-    """How far one arm is ahead of another on Fashion-MNIST."""
-    return [b["mean"] - a["mean"] for a, b in zip(fmnist(one), fmnist(other), strict=True)]
-
-
-def plain_on(task: str) -> list[dict[str, Any]]:
-    """Plain DP-SGD on the features of DPSUR, at a proven epsilon."""
-    return [FOUND[task, "dpsgd" if task == "imdb" else "dpsgd-hf", e] for e in BUDGETS]
 
 
 @cache

@@ -146,7 +146,13 @@ def digest(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = dpsur.fit(
-            model, records, method=method, budget=budget, seed=11, device="cpu", **arguments
+            model,
+            records,
+            method=method,
+            budget=budget,
+            seed=11,
+            device="cpu",
+            **{"accounting": "proven", **arguments},
         )
     content, total = hashlib.sha256(), 0.0
     for name, value in sorted(run.model.state_dict().items()):

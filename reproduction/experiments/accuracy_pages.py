@@ -33,6 +33,8 @@ LINES = {
     "dpsgd": ("DPSGD", "dpsgd"),
     "nonprivate": ("without privacy", "nonprivate"),
 }
+# whose rows a line has where they were made
+TIGHTER = {"proven": "proven-pld"}
 NOT_RUN = "–"
 SHORT_TITLE = "Accuracy at epsilon 3, in short"
 SHORT_TEXT = f"""
@@ -102,12 +104,16 @@ def short_table(records: Sequence[Record], paper: Figures) -> Table:
     lines: list[dict[str, str]] = []
     for arm, (line, method) in LINES.items():
         epsilon = 0 if method == "nonprivate" else SHORT_EPSILON
+        ours = {**_by_task(means, arm), **_by_task(means, TIGHTER.get(arm, ""))}
         cells = {
-            task: _cell(means.get((task, arm)), paper.get((task, method, epsilon)))
-            for task in DATA_SETS
+            task: _cell(ours.get(task), paper.get((task, method, epsilon))) for task in DATA_SETS
         }
         lines.append({"line": line, **cells})
     return Table(columns, lines)
+
+
+def _by_task(means: Mapping[tuple[str, str], float], arm: str) -> dict[str, float]:
+    return {task: mean for (task, name), mean in means.items() if name == arm}
 
 
 def _cell(ours: float | None, theirs: float | None) -> str:

@@ -3,19 +3,21 @@
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from dpsur.config import RunConfig
-from dpsur.methods import METHODS
+from dpsur.methods import METHODS, Method
 from dpsur.privacy.budget import Budget
+from dpsur.privacy.plan import ACCEPTED
 from dpsur.runs.fit import execute
 from dpsur.runs.tasks import build_task_session
 from dpsur.tasks import task_named
 from reproduction.artifacts import Artifact, Page
 from reproduction.base import Cell, OneByOne, Options, Row
-from reproduction.differences import difference, in_words
+from reproduction.differences import MARGIN, difference, in_words
+from reproduction.released_code import RandomAcceptance
 
-SEEDS = range(5)
+SEEDS, MANY_SEEDS = range(5), range(10)
 BUDGET = Budget(3.0, 1e-5)
 TASK = task_named("mnist-5k")
 ALGORITHM_1, PLAIN = TASK.settings["dpsur"], TASK.settings["dpsgd"]
@@ -34,20 +36,32 @@ class DemoArm:
     features: str = "scattering"
     shown: str | None = None
     hold_out: int = 0
+    seeds: Sequence[int] = SEEDS
+
+    def build(self) -> Method:
+        """The method with these options."""
+        kinds: dict[str, type[Method]] = {**METHODS, RandomAcceptance.name: RandomAcceptance}
+        return kinds[self.method](**self.options)
 
 
-AUTO, PAPER, TWIN = (
+AUTO, PAPER, TWIN, TOSSED = (
     "auto (make demo)",
-    "Algorithm 1 (make demo)",
+    "Algorithm 1, proven-pld",
     "dpsgd, same settings (make demo)",
+    "a coin in place of the test",
 )
 _COIN = {"learning_rate": 1.0, "gate": "coin"}
 _CHARGED = {"learning_rate": 1.0, "gate": "loss", "accept_threshold": 0.0}
 # Rows have the keys; pages show what `shown` says.
 ARMS: dict[str, DemoArm] = {
-    PAPER: DemoArm("dpsur", ALGORITHM_1),
-    "Algorithm 1, proven-pld": DemoArm("dpsur", ALGORITHM_1, "proven-pld"),
-    TWIN: DemoArm("dpsgd", ALGORITHM_1),
+    PAPER: DemoArm(
+        "dpsur", ALGORITHM_1, "proven-pld", shown="Algorithm 1 (make demo)", seeds=MANY_SEEDS
+    ),
+    "Algorithm 1 (make demo)": DemoArm(
+        "dpsur", ALGORITHM_1, shown="Algorithm 1, looser accounting"
+    ),
+    TWIN: DemoArm("dpsgd", ALGORITHM_1, seeds=MANY_SEEDS),
+    TOSSED: DemoArm(RandomAcceptance.name, ALGORITHM_1, "proven-pld", seeds=MANY_SEEDS),
     "dpsur, proven": DemoArm("dpsur", _COIN, shown="gate coin"),
     "dpsur, every trial charged": DemoArm("dpsur", _CHARGED, "every-trial"),
     "dpsur, every trial charged, momentum kept": DemoArm(
@@ -97,8 +111,8 @@ class Demo(OneByOne):
 
     def cells(self, options: Options) -> Iterator[Cell]:
         """Every arm with every seed."""
-        for arm in (AUTO, *ARMS):
-            for seed in options.seeds or SEEDS:
+        for arm, seeds in {AUTO: SEEDS, **{name: one.seeds for name, one in ARMS.items()}}.items():
+            for seed in options.seeds or seeds:
                 yield {"arm": arm, "seed": seed}
         for arm in TRIED:
             for seed in options.seeds or TRIED_SEEDS:
@@ -124,7 +138,7 @@ def _trained(arm: str, seed: int, device: str) -> Row:
         asked = {**ARMS, **TRIED}[arm]
         config = RunConfig(
             TASK.name,
-            METHODS[asked.method](**asked.options),
+            asked.build(),
             BUDGET,
             asked.accounting,
             features=asked.features,
@@ -171,10 +185,12 @@ def _page(rows: Sequence[Row]) -> str:
         first, found = mine[0], scores(rows, arm)
         counted = first["epsilon"]["published"]
         proven = first["epsilon"][first["plan"]["accounting"].replace("-", "_")]
+        if arm == TOSSED:  # a control: its plan is that of the test, and proves nothing of it
+            counted = proven = None
         # under every-trial the number of accepted updates is random
         lines.append(
             f"| {shown or arm} | {first['plan']['accounting']} | "
-            f"{first['config']['noise_multiplier']:.3f} | {first['plan']['updates'] or ''} | "
+            f"{first['config']['noise_multiplier']:.3f} | {_updates(first['plan']) or ''} | "
             f"{'' if counted is None else f'{counted:.2f}'} | "
             f"{'' if proven is None else f'{proven:.2f}'} | {_in_words(found)} | {len(found)} |"
         )
@@ -185,12 +201,29 @@ def _page(rows: Sequence[Row]) -> str:
             f"What the test does at the same proven epsilon: {in_words(change)} points (mean and "
             f"95% interval by Welch's test, p = {change.p:.2g}).",
         ]
+    if {PAPER, TOSSED} <= made:
+        toss = difference(scores(rows, TOSSED), scores(rows, PAPER))
+        lines += [
+            "",
+            "A coin that ignores the model, at the mean rate of the test and with the same noise, "
+            f"minus the test: {in_words(toss)} points; p of equivalence to within {MARGIN} points "
+            f"(two one-sided tests) {toss.equivalence:.2g}. No epsilon is stated of the coin.",
+        ]
     if not made.isdisjoint(TRIED):
         lines += ["", CHOICE, "| batch | rate 1 | rate 2 | rate 4 |", "|---|---|---|---|"]
     for batch in BATCHES if not made.isdisjoint(TRIED) else ():
         cells = (scores(rows, f"held out: batch {batch}, rate {rate:g}") for rate in RATES)
         lines.append(f"| {batch} | {' | '.join(_in_words(found) for found in cells)} |")
     return "\n".join([*lines, "", "Rendered by `python -m reproduction demo` from its rows.", ""])
+
+
+def _updates(plan: Mapping[str, Any]) -> int | None:
+    """Accepted updates of a plan, in the form of early rows and in today's."""
+    if "phases" not in plan:
+        return cast("int | None", plan["updates"])
+    (phase,) = plan["phases"]
+    charged = phase["counts"] == ACCEPTED or phase["step"]["test"] is None
+    return phase["count"] if charged else None
 
 
 def _in_words(found: Sequence[float]) -> str:

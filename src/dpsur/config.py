@@ -214,9 +214,10 @@ class RunConfig(checks.NamedArguments):
         common=True,
     )
     budget: Budget = DEFAULT_BUDGET
-    accounting: str = option(
-        DEFAULT_ACCOUNTING,
-        "published is the paper's analysis, which is not proved",
+    accounting: str | None = option(
+        None,
+        "published is the paper's analysis, which is not proved (default: proven, and proven-pld, "
+        "which is tighter, behind the gates loss and coin)",
         check=lambda _, value: accounting_named(value),
         names=ACCOUNTINGS,
         group=PRIVACY,
@@ -417,7 +418,7 @@ class RunConfig(checks.NamedArguments):
         taken where neither a preset nor a method is named. Where no method is named, presets for
         runs without a test of candidates are for DP-SGD, and others for DPSUR.
         """
-        accounting = values.get("accounting", DEFAULT_ACCOUNTING)
+        accounting = values.get("accounting") or DEFAULT_ACCOUNTING
         if auto and values.get("preset") is None and method is None:
             values = {**values, **_default_preset(accounting, options)}
         unnamed = Dpsgd if values.get("preset") in (AUTO, ENCODER) else Dpsur
@@ -436,6 +437,11 @@ class RunConfig(checks.NamedArguments):
         if "noise_multiplier" in options and values["preset"] == AUTO:
             usual.pop("updates", None)  # they follow from the budget
         return build(cls, values, method=kind(**{**usual, **options}))
+
+    @property
+    def charged_by(self) -> str:
+        """The accounting: the one that is named, or the usual one of the method."""
+        return self.accounting or self.method.usual_accounting
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values, except the output folder."""

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import Method
-from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.runs.evaluation import model_outputs
 from dpsur.runs.files import RunFolder
@@ -72,7 +71,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
     schema: Schema | None
     model: Any
     method: Method | None
-    accounting: str
+    accounting: str | None
     max_updates: int | None
     random_state: Any
     device: str
@@ -264,7 +263,7 @@ class DPClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[misc]
         model: "auto" (a linear model on noisy quantiles in soft bins), "linear", "mlp" or a module
             that takes the scaled features.
         method: what `dpsur.fit` chooses from public facts, unless one is given.
-        accounting: how privacy loss is counted, by name.
+        accounting: how privacy loss is counted, by name (default: as of `fit`).
         max_updates: ends the planned run early.
         random_state: makes the run repeatable, and void against anyone who knows it.
         device: "cpu", "cuda" or "auto".
@@ -286,7 +285,7 @@ class DPClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[misc]
         schema: Schema | None = None,
         model: Any = AUTO,
         method: Method | None = None,
-        accounting: str = DEFAULT_ACCOUNTING,
+        accounting: str | None = None,
         max_updates: int | None = None,
         random_state: Any = None,
         device: str = "auto",
@@ -374,7 +373,7 @@ class DPRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
         model: "auto" (a linear model on noisy quantiles in soft bins), "linear", "mlp" or a module
             that takes the scaled features.
         method: what `dpsur.fit` chooses from public facts, unless one is given.
-        accounting: how privacy loss is counted, by name.
+        accounting: how privacy loss is counted, by name (default: as of `fit`).
         max_updates: ends the planned run early.
         random_state: makes the run repeatable, and void against anyone who knows it.
         device: "cpu", "cuda" or "auto".
@@ -398,7 +397,7 @@ class DPRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
         schema: Schema | None = None,
         model: Any = AUTO,
         method: Method | None = None,
-        accounting: str = DEFAULT_ACCOUNTING,
+        accounting: str | None = None,
         max_updates: int | None = None,
         random_state: Any = None,
         device: str = "auto",

@@ -144,8 +144,8 @@ def test_a_selective_run_and_its_plain_twin_are_compared(tmp_path, capsys):
     head, selective, plain, _, sentence = out.splitlines()
     assert head.split()[:4] == ["run", "method", "test", "score"]
     statement = json.loads((tmp_path / "dpsur" / "release" / "privacy.json").read_text())
-    for name in ("published", "proven"):
-        assert format_epsilon(statement["epsilon"][name]) in selective.split()
+    for figure in (statement["epsilon"]["published"], statement["guarantee"]["epsilon"]):
+        assert format_epsilon(figure) in selective.split()
     accuracies = [float(re.search(r"accuracy (\d+\.\d+)%", row)[1]) for row in (selective, plain)]
     gain = accuracies[0] - accuracies[1]
     assert f"{'gained' if gain > 0 else 'cost'} {abs(gain):.1f} points" in sentence
@@ -192,7 +192,7 @@ BAD = [
         "[budget-too-small]",
     ),
     (["--noise-multiplier", "1", "--updates", "5000"], "budget of 3|[over-budget]"),
-    (["--trials", "5"], "trials 5 cannot be fixed under the proven accounting"),
+    (["--trials", "5"], "trials 5 cannot be fixed under the proven-pld accounting"),
     (
         ["--accounting", "every-trial", "--gate", "loss", "--updates", "5"],
         "updates 5 cannot be fixed",

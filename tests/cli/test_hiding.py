@@ -63,7 +63,8 @@ def test_nothing_that_is_shown_depends_on_rejections(watch):
     assert shown[-1] == (made, f"{made}/{made} trials")
     assert shown[0] == (
         0,
-        f"12 updates in {made} trials, whatever is rejected, at noise multiplier 20.000, proven",
+        f"12 updates in {made} trials, whatever is rejected, at noise multiplier 20.000, "
+        "proven-pld",
     )
     for other in others:
         assert other[:3] == first[:3]

@@ -241,6 +241,19 @@ def test_proven_charges_accepted_updates_and_ends_the_loader(monkeypatch, tmp_pa
     assert dpsur.verify(tmp_path / "run")[0] == []
 
 
+def test_accepted_updates_may_be_charged_by_distributions(tmp_path):
+    """The same updates at the same noise for less epsilon, or less noise for the same."""
+    found = {}
+    for accounting in ("proven", "proven-pld"):
+        given = {**proven([True] * 9), "accounting": accounting}
+        engine, model, optimizer, loader = private(**given, steps=3, target_delta=1e-3, seed=1)
+        train(engine, model, optimizer, loader)
+        engine.save(tmp_path / accounting)
+        assert dpsur.verify(tmp_path / accounting)[0] == []
+        found[accounting] = engine.guarantee()
+    assert 0.5 * found["proven"] < found["proven-pld"] < found["proven"]
+
+
 def test_proven_releases_nothing_at_the_cap(monkeypatch):
     monkeypatch.setattr(LossRule, "decide", lambda *_: torch.tensor(False))
     gate = dataclasses.replace(proven([])["gate"], loss=lambda *_: torch.zeros(()))

@@ -52,11 +52,13 @@ def test_learns_under_its_budget():
         seed=0,
     )
     assert run.scores["accuracy"] > 0.9
-    assert run.epsilon["proven_lower"] <= run.epsilon["proven"] <= 3.0
-    assert run.epsilon["proven"] == pytest.approx(3.0, rel=1e-2)
-    assert run.statement["guarantee"]["accounting"] == "proven"
-    assert run.get_epsilon(1e-4) == pytest.approx(run.epsilon["proven"])
-    assert run.get_epsilon(1e-3) < run.epsilon["proven"]
+    assert run.epsilon["proven_lower"] <= run.epsilon["proven"]
+    assert run.epsilon["proven_pld"] < run.epsilon["proven"]  # the tighter one is the default
+    assert run.epsilon["proven_pld"] == pytest.approx(3.0, rel=1e-2)
+    assert run.epsilon["proven_pld"] <= 3.0
+    assert run.statement["guarantee"]["accounting"] == "proven-pld"
+    assert run.get_epsilon(1e-4) == pytest.approx(run.epsilon["proven_pld"])
+    assert run.get_epsilon(1e-3) < run.epsilon["proven_pld"]
     with pytest.raises(
         dpsur.InvalidInputError, match="cap on trials of this run was made for delta 0.0001"
     ):
@@ -236,7 +238,7 @@ def test_save_and_load_round_trip(tmp_path):
     with pytest.raises(dpsur.CheckpointError, match="do not fit"):
         dpsur.load(tmp_path / "out", nn.Linear(2, 3))
     _, statement, _ = read_release(tmp_path / "out", small_model())
-    assert statement["guarantee"]["epsilon"] == run.epsilon["proven"]
+    assert statement["guarantee"]["epsilon"] == run.epsilon["proven_pld"]
 
 
 def test_an_existing_folder_is_not_overwritten(tmp_path):

@@ -107,7 +107,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--epsilon", type=float, default=3.0, help="of private targets (3)")
     parser.add_argument("--delta", type=float, default=1e-5, help="of private targets (1e-5)")
-    parser.add_argument("--accounting", default=DEFAULT_ACCOUNTING, choices=ACCOUNTINGS)
+    parser.add_argument("--accounting", choices=ACCOUNTINGS)
     parser.add_argument("--features", help="of private targets (default: inputs as they are)")
     parser.add_argument("--epochs", type=int, default=100, help="of targets without privacy (100)")
     parser.add_argument(

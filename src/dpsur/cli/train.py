@@ -267,7 +267,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
         method = drawing_records(config, config.records_per_person or DEFAULT_RECORDS)
     asked = InputFeatures.within(features, config.normalisation, config.budget, table=task.table)
     with silenced(options.quiet or options.json), status("choosing the noise"):
-        found = prospect(method, records, config.budget, config.accounting, asked.charges)
+        found = prospect(method, records, config.budget, config.charged_by, asked.charges)
     if options.json:
         print(json.dumps({"records": records, **asdict(found)}))
         return 0

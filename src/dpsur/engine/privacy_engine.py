@@ -177,10 +177,11 @@ class PrivacyEngine(PrivateLoop):
             gate: a `LossGate` or a `CoinGate` makes every step a trial: the candidate is tested on
                 a fresh batch, and kept or undone. A `BlockGate` searches for the learning rate.
             metrics: pays for noisy training accuracy and Brier score, `dpsur.Metrics()`.
-            accounting: "every-trial" charges every candidate with its test. "proven" charges the
-                accepted ones only: then `steps` counts accepted updates, the loader ends after the
-                last of them, and the number of batches that the loop saw is private. A `CoinGate`
-                needs "proven", which is its default; that of everything else is "every-trial".
+            accounting: "every-trial" charges every candidate with its test. "proven", and
+                "proven-pld", which is tighter, charge the accepted ones only: then `steps` counts
+                accepted updates, the loader ends after the last of them, and the number of batches
+                that the loop saw is private. A `CoinGate` needs one of these two, by default
+                "proven"; the default of everything else is "every-trial".
             groups: the person of each record, an array or a function of a record. The unit of
                 privacy is then one person with all of their records: persons are drawn for a batch,
                 `batch_size` counts them, and a private step gets the records of one person as one
@@ -409,8 +410,8 @@ class PrivacyEngine(PrivateLoop):
             )
         if self.accountant.charges_accepted and not self.accountant.completed:
             raise NothingReleasedError(
-                "the accounting 'proven' covers a training that made all of its updates; continue "
-                "until the loader ends, or release nothing"
+                f"the accounting {plan.accounting!r} covers a training that made all of its "
+                "updates; continue until the loader ends, or release nothing"
             )
         if plan.tests and not self.finished():
             raise StepError(

@@ -29,7 +29,7 @@ from dpsur.mechanism.state import Procedure
 from dpsur.mechanism.trial import AlwaysAccept, Selective, make_rule
 from dpsur.privacy.account import ACCOUNTING as EVERY_TRIAL
 from dpsur.privacy.account import PROVEN, Account
-from dpsur.privacy.accounting import accounting_named
+from dpsur.privacy.accounting import SELECTIVE_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, NonPrivate, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
@@ -37,15 +37,19 @@ from dpsur.privacy.planning import TESTS_COST, Request, make_plan, plan_blocks
 
 FIRST_CLIP_NORM = 1.0  # stays in force where a histogram of gradient norms shows nothing
 
+# The accountings of the updates that a test of candidates accepts.
+ACCEPTED_ONLY = (PROVEN, SELECTIVE_ACCOUNTING)
+
 
 @dataclass(frozen=True)
 class Mechanism:
     """What decides about privacy, fixed before the first record is drawn.
 
     Attributes:
-        accounting: "every-trial" or "proven"; None: "proven" for a `CoinGate`, which no other
-            covers, else "every-trial".
-        steps: the number of steps, or of accepted updates under "proven".
+        accounting: "every-trial", "proven" or "proven-pld"; None: "proven" for a `CoinGate`, which
+            "every-trial" does not cover, else that one.
+        steps: the number of steps, or of accepted updates where only these
+            are charged.
         epsilon: the budget; instead of `steps`, the allowance of a filter.
         joining: how many records of one unit of privacy may join a batch, each by itself.
     """
@@ -63,12 +67,12 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         if self.accounting is not None:
-            checks.one_of("accounting", self.accounting, (EVERY_TRIAL, PROVEN))
+            checks.one_of("accounting", self.accounting, (EVERY_TRIAL, *ACCEPTED_ONLY))
         tested = isinstance(self.gate, LossGate | CoinGate)
-        if self.accounting == PROVEN and not tested:
+        if self.accounting in ACCEPTED_ONLY and not tested:
             raise InvalidInputError(
-                "the accounting 'proven' charges the updates that a test of candidates accepts; "
-                "give make_private gate=dpsur.LossGate(...), or leave the accounting out"
+                f"the accounting {self.accounting!r} charges the updates that a test of candidates "
+                "accepts; give make_private gate=dpsur.LossGate(...), or leave the accounting out"
             )
         if self.metrics is not None and self.gate is not None:
             raise InvalidInputError(
@@ -81,13 +85,18 @@ class Mechanism:
             raise InvalidInputError("give max_grad_norm, the norm that gradients are clipped to")
         if isinstance(self.gate, LossGate) and self.gate.show_verdicts and self.charges_accepted:
             raise InvalidInputError(
-                "show_verdicts=True would show what 'proven' does not pay for; use the accounting "
+                f"show_verdicts=True would show what {self._charges!r} does not pay for; use the "
+                "accounting "
                 "'every-trial'"
             )
 
     @property
     def charges_accepted(self) -> bool:
-        return (self.accounting or (PROVEN if isinstance(self.gate, CoinGate) else "")) == PROVEN
+        return self._charges in ACCEPTED_ONLY
+
+    @property
+    def _charges(self) -> str:
+        return self.accounting or (PROVEN if isinstance(self.gate, CoinGate) else EVERY_TRIAL)
 
     def test(self) -> LossTest | CoinTest | None:
         if isinstance(self.gate, LossGate | CoinGate):
@@ -104,9 +113,9 @@ class Mechanism:
                 return update, replace(self, gate=replace(self.gate, val_noise_multiplier=test))
             assert self.metrics is not None
             return update, replace(self, metrics=replace(self.metrics, noise_multiplier=test))
-        steps, accounting = self._planned_steps(), PROVEN if self.charges_accepted else EVERY_TRIAL
+        steps = self._planned_steps()
         request = Request(self._trial, None, count=steps, default_count=steps)
-        found = make_plan(request, Budget(self.epsilon, self.delta), accounting)
+        found = make_plan(request, Budget(self.epsilon, self.delta), self._charges)
         return found.update.noise_multiplier, self
 
     def update(self, noise_multiplier: float) -> SampledGaussian:
@@ -128,7 +137,9 @@ class Mechanism:
             return Account.from_plan(plan)
         if self.charges_accepted:
             steps = self._planned_steps()
-            return Account.for_updates(trial, steps, delta=delta, epsilon=epsilon)
+            return Account.for_updates(
+                trial, steps, delta=delta, epsilon=epsilon, accounting=self._charges
+            )
         if self.steps is not None:
             if epsilon is None:  # what is planned is the budget
                 epsilon = Account.for_steps(trial, self.steps, delta=delta).guarantee()
@@ -140,8 +151,8 @@ class Mechanism:
     def _planned_steps(self) -> int:
         if self.steps is None:
             raise InvalidInputError(
-                "the accounting 'proven' needs steps=..., the number of accepted updates, fixed in "
-                "advance"
+                f"the accounting {self._charges!r} needs steps=..., the number of accepted "
+                "updates, fixed in advance"
             )
         return self.steps
 

@@ -17,6 +17,7 @@ from dpsur.functional.problem import Problem
 from dpsur.mechanism.proposer import SHAPES, Adam, Optimizer, Schedule, Sgd, WeightAverage
 from dpsur.mechanism.state import Procedure
 from dpsur.options import OPTIMIZER, UPDATES, option
+from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event
 from dpsur.privacy.plan import Plan
@@ -61,6 +62,11 @@ class Method(checks.NamedArguments, ABC):
     def label(self) -> str:
         """The method's name in statements, on the terminal and in reports: what runs."""
         return self.name
+
+    @property
+    def usual_accounting(self) -> str:
+        """The accounting that is taken where none is named: the tightest that covers it."""
+        return DEFAULT_ACCOUNTING
 
     @classmethod
     def options(cls) -> tuple[Field[Any], ...]:

@@ -24,8 +24,15 @@ from dpsur.mechanism.state import Procedure, State
 from dpsur.mechanism.streams import Draws
 from dpsur.mechanism.trial import AlwaysAccept, Selective
 from dpsur.methods.base import OptimizerMethod, check_batch_size
-from dpsur.methods.gradient_method import GATE_HELP, GATES, NO_GATE, GradientMethod
+from dpsur.methods.gradient_method import (
+    GATE_HELP,
+    GATES,
+    NO_GATE,
+    TESTS_OF_CANDIDATES,
+    GradientMethod,
+)
 from dpsur.options import GATE, UPDATES, option
+from dpsur.privacy.accounting import DEFAULT_ACCOUNTING, SELECTIVE_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NonPrivate, Step, Trial
 from dpsur.privacy.plan import Plan
@@ -83,6 +90,12 @@ class Dpsur(GradientMethod):
     def label(self) -> str:
         """`dpsgd` where nothing is tested: that is what then runs."""
         return Dpsgd.name if self.gate == NO_GATE else self.name
+
+    @property
+    def usual_accounting(self) -> str:
+        """By distributions behind a test of every candidate; what steers itself has none."""
+        tested = self._implied_gate() in (None, *TESTS_OF_CANDIDATES)
+        return SELECTIVE_ACCOUNTING if tested else DEFAULT_ACCOUNTING
 
 
 DEFAULT_EPOCHS = 20

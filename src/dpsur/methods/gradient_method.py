@@ -260,7 +260,8 @@ def block_procedure(method: "GradientMethod", plan: Plan, updates: GradientPropo
 
 
 DEFAULT_EPOCHS = 20
-GATES = ("loss", "coin", BLOCK_GATE, NO_GATE)
+TESTS_OF_CANDIDATES = ("loss", "coin")
+GATES = (*TESTS_OF_CANDIDATES, BLOCK_GATE, NO_GATE)
 GATE_HELP = (
     "test of an update: loss is the paper's noisy loss difference; coin accepts a worse candidate "
     "with probability 1/accept-ratio; block tests blocks of updates and finds the learning rate; "

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.privacy.accounting import RESTORE, accounting_named
+from dpsur.privacy.accounting import RESTORE, SELECTIVE_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import (
     Entry,
@@ -96,19 +96,24 @@ class Account:
 
     @staticmethod
     def for_updates(
-        trial: Trial, updates: int, *, delta: float, epsilon: float | None = None
+        trial: Trial,
+        updates: int,
+        *,
+        delta: float,
+        epsilon: float | None = None,
+        accounting: str = PROVEN,
     ) -> "Account":
         """This many accepted updates; refused where they exceed epsilon."""
         if epsilon is None:
             checks.at_least_one("the number of updates", updates)
-            epsilon = accounting_named(PROVEN).planned((), trial, updates, delta)
+            epsilon = accounting_named(accounting).planned((), trial, updates, delta)
         request = Request(
             trial_with=lambda _: trial,
             noise_multiplier=trial_noise(trial),
             count=updates,
             default_count=updates,
         )
-        return Account(make_plan(request, Budget(epsilon, delta), PROVEN), delta)
+        return Account(make_plan(request, Budget(epsilon, delta), accounting), delta)
 
     @staticmethod
     def for_budget(
@@ -122,10 +127,11 @@ class Account:
     @staticmethod
     def from_plan(plan: Plan, charged: Ledger | None = None) -> "Account":
         """An account for the steps of a plan, some of which may have been made."""
-        if plan.accounting != (PROVEN if plan.charges_accepted else ACCOUNTING):
+        gated = (PROVEN, SELECTIVE_ACCOUNTING)
+        if plan.accounting not in (gated if plan.charges_accepted else (ACCOUNTING,)):
             raise InvalidInputError(
-                f"an account has the accounting {ACCOUNTING}, or {PROVEN} behind a gate, got "
-                f"{plan.accounting}"
+                f"an account has the accounting {ACCOUNTING}, or {' or '.join(gated)} behind a "
+                f"gate, got {plan.accounting}"
             )
         if plan.epsilon() > plan.budget.epsilon:
             raise InvalidInputError(

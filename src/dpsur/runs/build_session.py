@@ -276,7 +276,7 @@ def _settle(config: RunConfig, size: int, features: InputFeatures) -> tuple[Meth
     """
     budget, name = config.budget, config.method.label
     with status(f"choosing noise and length of a {name} run, epsilon {budget.epsilon:g}"):
-        method, plan = config.method.resolve(size, budget, config.accounting, features.charges)
+        method, plan = config.method.resolve(size, budget, config.charged_by, features.charges)
     if config.max_updates is not None:
         plan = plan.limited(config.max_updates)
     return method, plan.hide_rejections(config.hide_rejections)

@@ -129,7 +129,7 @@ def fit(
     schema: Schema | str | os.PathLike[str] | None = None,
     classes: int | Sequence[Any] | None = None,
     image_size: int | Sequence[int] | str | None = None,
-    accounting: str = DEFAULT_ACCOUNTING,
+    accounting: str | None = None,
     features: str | None = None,
     normalisation: str | None = None,
     max_updates: int | None = None,
@@ -181,7 +181,8 @@ def fit(
             "auto", where nothing else says it. They become public.
         image_size: height and width, with channels before them or not, that files of images are
             scaled to (default: 3 x 32 x 32, which the encoder sees).
-        accounting: how privacy loss is counted, by name.
+        accounting: how privacy loss is counted, by name (default: "proven"; "proven-pld", which is
+            tighter, behind the gates loss and coin).
         features: "scattering" or "encoder" trains on such features of images instead of pixels;
             `model` must take those, `Run.model` takes images. A method may bring its own
             (`DpsgdHf`).
@@ -264,6 +265,7 @@ def fit(
         check_target(loss)
         train_set, held = split_off(_pair_of_tensors(train_set), holdout)
     network: dict[str, Any] | None = None
+    known = accounting or DEFAULT_ACCOUNTING
     reasons: tuple[str, ...] = ()
     if task is not None and isinstance(model, str):
         asked = features or (method.features if method else None)
@@ -271,7 +273,7 @@ def fit(
         if model == AUTO and method is None:
             facts = {"device": str(device), "max_updates": max_updates, "unit": unit}
             task = replace(task, records=records or _units(train_set, grouped))
-            chosen = choose_for_task(task, features, normalisation, accounting, budget, facts)
+            chosen = choose_for_task(task, features, normalisation, known, budget, facts)
             method, features, normalisation, network, reasons = chosen
         elif model == AUTO:
             features = asked or task.auto_features
@@ -287,7 +289,7 @@ def fit(
             records=records or _units(train_set, grouped),
             features=features,
             normalisation=normalisation,
-            accounting=accounting,
+            accounting=known,
             budget=budget,
             gpu=uses_gpu(str(device)),
             linear=_is_linear(model),
