@@ -34,7 +34,7 @@ def test_the_best_settings_keep_to_their_budgets():
     assert all(record["proven"] <= record["epsilon"] for record in best_summary(rows_of("best")))
 
 
-@pytest.mark.parametrize("name", ["accuracy", "ablation", "iterates", "convergence", "superseded"])
+@pytest.mark.parametrize("name", ["accuracy", "ablation", "iterates", "convergence"])
 def test_what_is_no_method_has_no_proven_figure(name):
     faulty = [row for row in rows_of(name) if not ARMS[row["config"]["arm"]].sound]
     assert faulty
