@@ -129,6 +129,10 @@ EXPERIMENTS: Final[dict[str, tuple[str, str]]] = {
         "reproduction.experiments.replay",
         "frauds that were planted in runs, and how often a replay finds them (minutes)",
     ),
+    "noise-accuracy": (
+        "reproduction.experiments.noise_accuracy",
+        "accuracy with integer noise and with floating-point noise (minutes)",
+    ),
     "noise-attacks": (
         "reproduction.experiments.noise_attacks",
         "attacks on the bits of noise, as it is usually computed and as it is here (a minute)",
