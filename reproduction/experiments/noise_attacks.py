@@ -176,7 +176,7 @@ class NoiseAttacks(OneByOne):
         """The attacks."""
         for attack in ATTACKS:
             trials = len(usual_times()[0]) if attack == "time" else TRIALS
-            yield {"experiment": self.name, "config": {"attack": attack, "trials": trials}}
+            yield {"config": {"attack": attack, "trials": trials}}
 
     def measure(self, cell: Cell, options: Options) -> Row:  # noqa: ARG002
         """How often the guess is right, on both mechanisms."""
