@@ -7,8 +7,21 @@ paper's data sets (`reproduction/`), which are not installed.
 import sys
 from pathlib import Path
 
-# Commands that need no method or task by name, and need not wait for them to be imported.
-_QUICK = ("account", "calibrate", "ledger", "proof", "sign", "doctor", "completion", "--version")
+# Commands that know methods and tasks by name; others need not wait for them to be imported.
+_NAMING = (
+    "train",
+    "plan",
+    "evaluate",
+    "predict",
+    "export",
+    "attack",
+    "audit",
+    "verify",
+    "methods",
+    "tasks",
+    "compare",
+    "report",
+)
 
 
 def main() -> int:
@@ -18,7 +31,7 @@ def main() -> int:
         from dpsur.cli.terminal import interrupts_exit_at_once
 
         checkout = Path(__file__).parents[2]
-        named = "--method" in sys.argv or not any(word in _QUICK for word in sys.argv[1:2])
+        named = "--method" in sys.argv or any(word in _NAMING for word in sys.argv[1:2])
         if named and (checkout / "reproduction" / "__init__.py").is_file():
             sys.path.append(str(checkout))
             with interrupts_exit_at_once():
