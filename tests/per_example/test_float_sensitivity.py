@@ -82,6 +82,14 @@ def test_no_record_moves_a_sum_by_more_than_is_charged(kind, other, dtype):
         assert moved_by(kind, other, dtype, place) <= 1 + FLOATING_POINT[dtype]
 
 
+@pytest.mark.parametrize("kind", ["ordinary", "huge and tiny", "aligned", "cancelling"])
+@pytest.mark.parametrize("count", [1_000, 8_191])
+def test_nor_among_many_records(kind, count):
+    """Beyond what is proved in float32."""
+    for place in (0, count // 3, count):
+        assert moved_by(kind, kind, torch.float32, place, count) <= 1 + FLOATING_POINT[torch.float32]
+
+
 def test_without_the_allowance_records_do():
     """So it is needed: the clip norm, over the real numbers, is exceeded by rounding."""
     assert any(moved_by("aligned", "aligned", torch.float32, place) > 1 for place in range(8))
