@@ -86,8 +86,9 @@ def test_no_record_moves_a_sum_by_more_than_is_charged(kind, other, dtype):
 @pytest.mark.parametrize("count", [1_000, 8_191])
 def test_nor_among_many_records(kind, count):
     """Beyond what is proved in float32."""
+    most = 1 + FLOATING_POINT[torch.float32]
     for place in (0, count // 3, count):
-        assert moved_by(kind, kind, torch.float32, place, count) <= 1 + FLOATING_POINT[torch.float32]
+        assert moved_by(kind, kind, torch.float32, place, count) <= most
 
 
 def test_without_the_allowance_records_do():
