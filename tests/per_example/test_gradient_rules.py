@@ -13,7 +13,7 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import LAYERS, Streams
 from dpsur.per_example import GradientBudget, clipped_sum, contributions
-from dpsur.per_example.clipping import Engine, strategy_for
+from dpsur.per_example.clipping import GradientEngine, strategy_for
 from dpsur.per_example.contributions import clip_factors, guard
 from dpsur.per_example.rules import recurrent as recurrence
 from dpsur.per_example.rules.embedding import Lookups, add_up_repeats
@@ -534,7 +534,7 @@ ONE_PASS = {
     "attention-bias-kv": layer(attention(add_bias_kv=True), 5, 4, pick=first, call=itself),
 }
 SLOWER = {
-    "folded-and-stubborn": (Stubborn, floats(3, 4), Engine.ONE_BY_ONE),
+    "folded-and-stubborn": (Stubborn, floats(3, 4), GradientEngine.ONE_BY_ONE),
 }
 MODELS = ONE_PASS | {name: (build, inputs) for name, (build, inputs, _) in SLOWER.items()}
 
@@ -615,7 +615,7 @@ def test_every_rule_against_one_example_at_a_time(name, dtype, tolerance):
 def test_the_expected_engine_is_chosen(name):
     problem = shared(name)
     plan = strategy_for(problem, problem.initial_params(), problem.train.inputs, GradientBudget())
-    assert plan.engine is (SLOWER[name][2] if name in SLOWER else Engine.ONE_PASS)
+    assert plan.engine is (SLOWER[name][2] if name in SLOWER else GradientEngine.ONE_PASS)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e200])
@@ -1255,7 +1255,7 @@ def test_tied_tables_are_measured_without_vectors_as_long_as_the_table(formed, m
     problem = made("tied-language", torch.float64)
     params = problem.initial_params()
     assert strategy_for(problem, params, problem.train.inputs, GradientBudget()).engine is (
-        Engine.ONE_PASS
+        GradientEngine.ONE_PASS
     )
     found = clipped_sum(problem, params, problem.train, 0.01).params
     each = gradients(problem, params, problem.train)

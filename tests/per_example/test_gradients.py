@@ -13,7 +13,7 @@ from dpsur.functional.records import Examples
 from dpsur.networks import pixel_cnn
 from dpsur.per_example import GradientBudget, check_model, clipped_sum, clipping
 from dpsur.per_example.api import per_example_gradients
-from dpsur.per_example.clipping import Engine, strategy_for
+from dpsur.per_example.clipping import GradientEngine, strategy_for
 from dpsur.per_example.record_function import Way
 from tests.conftest import blobs, small_model
 
@@ -320,7 +320,7 @@ class Adversarial(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("functional", "engine"), [(False, Engine.ONE_BY_ONE), (True, Engine.ONE_PASS)]
+    ("functional", "engine"), [(False, GradientEngine.ONE_BY_ONE), (True, GradientEngine.ONE_PASS)]
 )
 def test_a_gradient_that_a_model_takes_itself_is_not_added(functional, engine):
     torch.manual_seed(0)

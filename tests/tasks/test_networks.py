@@ -13,7 +13,7 @@ from dpsur.functional.records import Examples
 from dpsur.networks import NETWORKS, build_network
 from dpsur.networks.general import TemperedSigmoid, build_activation
 from dpsur.per_example import GradientBudget, check_model
-from dpsur.per_example.clipping import Engine, strategy_for
+from dpsur.per_example.clipping import GradientEngine, strategy_for
 
 TEMPERED = {"name": "tempered-sigmoid", "scale": 1.5, "temperature": 3.0, "offset": 0.5}
 # name -> parameters, shape of an input, classes
@@ -82,7 +82,7 @@ def test_every_network_takes_the_fast_path(description, shape):
     problem = Problem(network, F.cross_entropy, Examples(inputs, torch.zeros(3, dtype=torch.long)))
     check_model(network, problem.train)
     plan = strategy_for(problem, problem.initial_params(), inputs, GradientBudget())
-    assert plan.engine is Engine.ONE_PASS
+    assert plan.engine is GradientEngine.ONE_PASS
 
 
 def test_every_network_was_tried():

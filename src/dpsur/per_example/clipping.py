@@ -40,7 +40,7 @@ from dpsur.per_example.record_level import LevelTape
 from dpsur.per_example.tape import KnownInputs, Tape
 
 
-class Engine(Enum):
+class GradientEngine(Enum):
     """How gradients are found, fastest first."""
 
     ONE_PASS = "one-pass"
@@ -55,7 +55,7 @@ class GradientStrategy:
     operations without a rule, with a gradient for every record.
     """
 
-    engine: Engine
+    engine: GradientEngine
     rows: int
     records: RecordFunction = field(compare=False)
     reason: str | None = None
@@ -81,33 +81,33 @@ _strategies: WeakKeyDictionary[nn.Module, dict[object, GradientStrategy]] = Weak
 def strategy_for(
     objective: Objective, params: Params, inputs: TensorTree, budget: GradientBudget
 ) -> GradientStrategy:
-    """The plan for a model and inputs of this shape, made once. The inputs may be on the host."""
+    """How gradients are found for inputs of this shape, which may be on the host; made once."""
     device = next(iter(params.values())).device
     key = _key(objective, params, inputs, budget)
-    plans = _strategies.setdefault(objective.model, {})
-    if key not in plans:
+    made = _strategies.setdefault(objective.model, {})
+    if key not in made:
         first = map_tensors(lambda value: value.to(device), slice_rows(inputs, slice(2)))
         with seeded_globally(0, device):
-            plans[key] = _make(objective, params, first, budget)
-    return plans[key]
+            made[key] = _make(objective, params, first, budget)
+    return made[key]
 
 
-def plan_with_less_memory(
+def strategy_with_less_memory(
     objective: Objective, params: Params, inputs: TensorTree, budget: GradientBudget, rows: int
 ) -> GradientStrategy:
-    """The same plan for microbatches of so many rows, from now on."""
-    plan = replace(strategy_for(objective, params, inputs, budget), rows=rows)
-    _strategies[objective.model][_key(objective, params, inputs, budget)] = plan
+    """The same strategy for microbatches of so many rows, from now on."""
+    strategy = replace(strategy_for(objective, params, inputs, budget), rows=rows)
+    _strategies[objective.model][_key(objective, params, inputs, budget)] = strategy
     logging.getLogger("dpsur.engine").warning(
         "dpsur: out of memory: continuing with microbatches of %d; the result is the same", rows
     )
-    return plan
+    return strategy
 
 
 def _key(
     objective: Objective, params: Params, inputs: TensorTree, budget: GradientBudget
 ) -> tuple[object, ...]:
-    """What a plan depends on, the model aside."""
+    """What a strategy depends on, the model aside."""
     device = next(iter(params.values())).device
     return (
         budget,
@@ -151,7 +151,7 @@ def _make(
     if alone:
         memory = 8 * sum(value.numel() for value in params.values())
     return GradientStrategy(
-        Engine.ONE_BY_ONE if alone else Engine.ONE_PASS,
+        GradientEngine.ONE_BY_ONE if alone else GradientEngine.ONE_PASS,
         budget.rows(
             memory,
             next(iter(params.values())).device,
@@ -185,7 +185,7 @@ def sum_of_outputs(outputs: TensorTree, _: TensorTree) -> Tensor:
 
 
 def make_tape(
-    objective: Objective, params: Params, microbatch: BatchSlice, plan: GradientStrategy
+    objective: Objective, params: Params, microbatch: BatchSlice, strategy: GradientStrategy
 ) -> Tape:
     """What is known about every record's gradient: enough for its norm and for weighted sums.
 
@@ -195,7 +195,7 @@ def make_tape(
     return _tape(
         objective,
         params,
-        plan.records,
+        strategy.records,
         batch.inputs,
         objective.loss,
         batch.targets,
@@ -317,10 +317,10 @@ def clipped_sum(
         for name in reversed(params):
             reduction.add(name, torch.zeros_like(params[name]))
         return ClippedSum(_in_order(reduction.result(), params), sensitivity=max_grad_norm)
-    plan = strategy_for(objective, params, examples.inputs, budget)
+    strategy = strategy_for(objective, params, examples.inputs, budget)
     start = 0
     while start < size:
-        most = max(1, plan.rows // objective.views)
+        most = max(1, strategy.rows // objective.views)
         most = most if at_once is None else min(most, at_once)
         some = slice(start, min(start + most, size))
         found: Params = {}
@@ -330,7 +330,7 @@ def clipped_sum(
             if coins is not None:
                 microbatch = replace(microbatch, coins=coins[some])
             travels = ranks.size > 1 and some.stop == size
-            tape = make_tape(objective, params, microbatch, plan)
+            tape = make_tape(objective, params, microbatch, strategy)
             for name, value in clip_tape(
                 tape,
                 params,
@@ -350,7 +350,7 @@ def clipped_sum(
             enough = False
         if not enough:  # outside of `except`, whose traceback would keep the memory
             fewer = 1 << (some.stop - start - 1).bit_length() - 1
-            plan = plan_with_less_memory(
+            strategy = strategy_with_less_memory(
                 objective, params, examples.inputs, budget, fewer * objective.views
             )
             if torch.cuda.is_available():
@@ -462,12 +462,12 @@ def clipped_norms(
     """
     if not len(batch):
         return torch.zeros(0, dtype=torch.float64, device=device_of(batch.inputs))
-    plan = strategy_for(objective, params, batch.inputs, GradientBudget())
+    strategy = strategy_for(objective, params, batch.inputs, GradientBudget())
     norms = []
-    most = max(1, plan.rows // objective.views)
+    most = max(1, strategy.rows // objective.views)
     for start in range(0, len(batch), most):
         some = slice(start, start + most)
-        tape = make_tape(objective, params, BatchSlice(batch.part(some)), plan)
+        tape = make_tape(objective, params, BatchSlice(batch.part(some)), strategy)
         with torch.no_grad(), precision(tf32=False):
             norms.append(tape.norms())
     found = torch.cat(norms).double()

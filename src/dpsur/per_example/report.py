@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.tree import Params, TensorTree
-from dpsur.per_example.clipping import BatchSlice, Engine, make_tape, strategy_for
+from dpsur.per_example.clipping import BatchSlice, GradientEngine, make_tape, strategy_for
 from dpsur.per_example.memory_budget import GradientBudget
 
 _log = logging.getLogger("dpsur.engine")
@@ -37,7 +37,7 @@ class EngineReport:
         return self.name if self.reason is None else f"{self.name} ({self.reason})"
 
     def __str__(self) -> str:
-        slow = self.name == Engine.ONE_BY_ONE.value
+        slow = self.name == GradientEngine.ONE_BY_ONE.value
         lines = [f"engine {self.summary}" + (f"; {_ALONE_COST}" if slow else "")]
         if self.not_captured is not None:
             lines.append(f"  trials are not captured as CUDA graphs: {self.not_captured}")
