@@ -20,6 +20,7 @@ from dpsur.per_example import clipped_sum
 from dpsur.per_example import contributions as norms
 from dpsur.per_example.contributions import InnerNorms
 from dpsur.per_example.kernels import fused
+from dpsur.per_example.rules import recurrent
 from dpsur.per_example.rules.patches import Window, instantiate
 
 # the interpreter computes in NumPy, which warns of what is not finite
@@ -200,6 +201,27 @@ def test_sums_of_normalisations(device):
     scale, shift = fused.position_sums(inputs, slopes, means, rates)
     torch.testing.assert_close(scale, (slopes * seen).sum(1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(shift, slopes.sum(1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+def test_cells_are_those_of_pytorch(directions, device, monkeypatch):
+    torch.manual_seed(0)
+    shapes = [(6, 3, 28), (28, 7), (1, 28), (3, 7), (3, 7)]  # gates, weight, bias, state, cell
+    given = [torch.randn(directions, *shape, device=device) for shape in shapes]
+    upstream = torch.randn(directions, 6, 3, 7, device=device)
+    found = []
+    for kind in (device.type, "nowhere"):
+        monkeypatch.setattr(fused, "DEVICE", kind)
+        leaves = [value.clone().requires_grad_() for value in given]
+        gates, weight, bias, *first = leaves
+        states, last = recurrent.LstmRecurrence.apply(
+            gates, weight.detach(), bias.detach(), *first, []
+        )
+        ((states * upstream).sum() + last.square().sum()).backward()
+        found.append([states, last, *(leaf.grad for leaf in (gates, *first))])
+    tolerance = 5e-3 if device.type == "cuda" else 1e-5  # the recurrence may be rounded to TF32
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 class Residual(nn.Module):

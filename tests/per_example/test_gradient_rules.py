@@ -15,7 +15,6 @@ from dpsur.mechanism.streams import LAYERS, Streams
 from dpsur.per_example import GradientBudget, clipped_sum, contributions
 from dpsur.per_example.clipping import GradientEngine, strategy_for
 from dpsur.per_example.contributions import clip_factors, guard
-from dpsur.per_example.rules import recurrent as recurrence
 from dpsur.per_example.rules.embedding import Lookups, add_up_repeats
 from dpsur.per_example.tape import Tape
 
@@ -1263,62 +1262,3 @@ def test_tied_tables_are_measured_without_vectors_as_long_as_the_table(formed, m
     for name, value in found.items():
         expected = sum(scale * row[name] for scale, row in zip(scales, each, strict=True))
         torch.testing.assert_close(value, expected)
-
-
-def cell(gates, own, before):
-    """What PyTorch's kernel for one time of an LSTM computes."""
-    enter, keep, fresh, leave = (gates + own).chunk(4, 1)
-    active = torch.cat([enter.sigmoid(), keep.sigmoid(), fresh.tanh(), leave.sigmoid()], 1)
-    enter, keep, fresh, leave = active.chunk(4, 1)
-    after = keep * before + enter * fresh
-    return leave * after.tanh(), after, active
-
-
-def cell_backward(hidden, slope, before, after, active, has_bias):
-    enter, keep, fresh, leave = active.chunk(4, 1)
-    slope = slope + hidden * leave * (1 - after.tanh().square())
-    gates = (
-        slope * fresh * enter * (1 - enter),
-        slope * before * keep * (1 - keep),
-        slope * enter * (1 - fresh.square()),
-        hidden * after.tanh() * leave * (1 - leave),
-    )
-    return torch.cat(gates, 1), slope * keep, None
-
-
-@pytest.mark.parametrize("directions", [1, 2])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_an_lstm_by_one_kernel_per_time_is_that_of_operations(directions, device, monkeypatch):
-    """On a CPU with a stand-in for the kernel, of the same arguments."""
-    torch.manual_seed(0)
-    shapes = [(6, 3, 28), (28, 7), (1, 28), (3, 7), (3, 7)]  # gates, weight, bias, state, cell
-    given = [torch.randn(directions, *shape, device=device) for shape in shapes]
-    upstream = torch.randn(directions, 6, 3, 7, device=device)
-    if device == "cpu":
-        monkeypatch.setattr(recurrence, "_CELL", cell)
-        monkeypatch.setattr(recurrence, "_CELL_BACKWARD", cell_backward)
-    found = []
-    for kind in (device, "nowhere"):
-        monkeypatch.setattr(recurrence, "DEVICE", kind)
-        leaves = [value.clone().requires_grad_() for value in given]
-        gates, weight, bias, *first = leaves
-        states, last = recurrence.LstmRecurrence.apply(
-            gates, weight.detach(), bias.detach(), *first, []
-        )
-        ((states * upstream).sum() + last.square().sum()).backward()
-        found.append([states, last, *(leaf.grad for leaf in (gates, *first))])
-    tolerance = 5e-3 if device == "cuda" else 1e-5  # the recurrence may be rounded to TF32
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.gpu
-def test_the_stand_in_is_what_the_kernel_computes():
-    torch.manual_seed(0)
-    gates, own = torch.randn(2, 5, 28, device="cuda")
-    before, hidden, slope = torch.randn(3, 5, 7, device="cuda")
-    one, other = cell(gates, own, before), recurrence._CELL(gates, own, before)
-    torch.testing.assert_close(one[:2], other[:2])
-    back = cell_backward(hidden, slope, before, one[1], one[2], False)
-    found = recurrence._CELL_BACKWARD(hidden, slope, before, other[1], other[2], False)
-    torch.testing.assert_close(back[:2], found[:2])

@@ -6,8 +6,7 @@ and with them every weight is used as by a linear layer on a sequence. All other
 projections among them, are written out as one linear map after the other.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +16,11 @@ from torch import Tensor, nn
 
 from dpsur.functional.process_settings import widen
 from dpsur.per_example.contributions import Contribution, Products, Rows
+from dpsur.per_example.kernels.recurrent_cells import lstm_cells, rounding_of_layers
 from dpsur.per_example.rules.linear import linear_map
 from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
 
 State = tuple[Tensor, ...]
-# Where PyTorch has one kernel for all that an LSTM does at one time beside its product.
-DEVICE = "cuda"
-_CELL: Any = torch.ops.aten._thnn_fused_lstm_cell.default
-_CELL_BACKWARD: Any = torch.ops.aten._thnn_fused_lstm_cell_backward_impl.default
 # From the gates' input part, their hidden part and the last state to the next state.
 Cell = Callable[[Tensor, Tensor, State], State]
 
@@ -238,89 +234,55 @@ class LstmRecurrence(torch.autograd.Function):
         kept: list[Tensor],
     ) -> Any:
         """The states of all times, and the last cell; `gates` are their input part."""
+        directions, times, rows, width = *gates.shape[:3], hidden_weight.shape[2]
+        states = gates.new_empty(directions, times + 1, rows, width)
+        states[:, 0] = hidden
         gates = gates if bias is None else gates + bias.unsqueeze(1)
-        ctx.fused = gates.device.type == DEVICE
-        run = _by_kernel if ctx.fused else _by_operations
+        weight, cells = hidden_weight.mT, torch.empty_like(states)
+        active, squashed = torch.empty_like(gates), torch.empty_like(states[:, 1:])
+        cells[:, 0] = cell
+        fused = lstm_cells(active, cells, squashed) if gates.is_contiguous() else None
         with rounding_of_layers():
-            states, last, saved = run(gates, hidden_weight.mT, hidden, cell)
-        ctx.save_for_backward(hidden_weight, *saved)
+            for time in range(times):
+                if fused is not None:
+                    fused.forward(time, gates, torch.bmm(states[:, time], weight), states)
+                    continue
+                before = torch.baddbmm(gates[:, time], states[:, time], weight)
+                now = active[:, time]
+                torch.sigmoid(before[..., : 2 * width], out=now[..., : 2 * width])
+                torch.tanh(before[..., 2 * width : 3 * width], out=now[..., 2 * width : 3 * width])
+                torch.sigmoid(before[..., 3 * width :], out=now[..., 3 * width :])
+                enter, keep, fresh, leave = now.chunk(4, -1)
+                torch.mul(keep, cells[:, time], out=cells[:, time + 1])
+                cells[:, time + 1].addcmul_(enter, fresh)
+                torch.tanh(cells[:, time + 1], out=squashed[:, time])
+                torch.mul(leave, squashed[:, time], out=states[:, time + 1])
+        ctx.save_for_backward(hidden_weight, active, cells, squashed)
         kept.append(states)
-        return states[:, 1:], last
+        return states[:, 1:], cells[:, -1].clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Gradients of the gates before activation, and of the first state and cell."""
-        weight, *saved = ctx.saved_tensors
-        back: Callable[..., Any] = _back_by_kernel if ctx.fused else _back_by_operations
+        """The gates' gradients are multiples of the cells' and of the states'."""
+        (outputs, last), (weight, active, cells, squashed) = gradients, ctx.saved_tensors
         with rounding_of_layers():
-            gates, cell = back(*gradients, weight, *saved)
+            fused = lstm_cells(active, cells, squashed)
+            if fused is None:
+                gates, cell = _gate_slopes(outputs, last, weight, active, cells, squashed)
+            else:  # one kernel per time, which writes those of the gates and overwrites the cell's
+                gates, cell = torch.empty_like(active), last.contiguous().clone()
+                outputs, times = outputs.contiguous(), outputs.shape[1]
+                for time in reversed(range(times)):
+                    later = torch.bmm(gates[:, time + 1], weight) if time + 1 < times else None
+                    fused.backward(time, outputs, later, cell, gates)
             first = torch.bmm(gates[:, 0], weight) if ctx.needs_input_grad[3] else None
         return gates, None, None, first, cell, None
 
 
-def _by_kernel(
-    gates: Tensor, weight: Tensor, hidden: Tensor, cell: Tensor
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """States, the last cell, and what the backward pass needs: cells and activated gates."""
-    states, cells, active = [hidden], [cell], []
-    for time in range(gates.shape[1]):
-        own = torch.bmm(states[-1], weight)
-        found = _CELL(_flat(gates[:, time]), _flat(own), _flat(cells[-1]))
-        state, cell, now = (value.view(*own.shape[:2], -1) for value in found)
-        states.append(state)
-        cells.append(cell)
-        active.append(now)
-    return torch.stack(states, 1), cell.clone(), [*cells, *active]
-
-
-def _back_by_kernel(
-    outputs: Tensor, last: Tensor, weight: Tensor, *saved: Tensor
-) -> tuple[Tensor, Tensor]:
-    times = outputs.shape[1]
-    cells, active, found = saved[: times + 1], saved[times + 1 :], list[Tensor]()
-    cell = last
-    for time in reversed(range(times)):
-        hidden = outputs[:, time]
-        if found:
-            hidden = torch.baddbmm(hidden, found[-1], weight)
-        given = hidden, cell, cells[time], cells[time + 1], active[time]
-        slopes = _CELL_BACKWARD(*map(_flat, given), False)
-        gates, cell = (value.view(*hidden.shape[:2], -1) for value in slopes[:2])
-        found.append(gates)
-    return torch.stack(found[::-1], 1), cell
-
-
-def _flat(values: Tensor) -> Tensor:
-    return values.reshape(-1, values.shape[-1])
-
-
-def _by_operations(
-    gates: Tensor, weight: Tensor, hidden: Tensor, cell: Tensor
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The same, with cells after their activation too."""
-    directions, times, rows, width = *gates.shape[:3], len(weight[0])
-    states = gates.new_empty(directions, times + 1, rows, width)
-    cells, active = torch.empty_like(states), torch.empty_like(gates)
-    squashed = torch.empty_like(states[:, 1:])
-    states[:, 0], cells[:, 0] = hidden, cell
-    for time in range(times):
-        before = torch.baddbmm(gates[:, time], states[:, time], weight)
-        now = active[:, time]
-        torch.sigmoid(before[..., : 2 * width], out=now[..., : 2 * width])
-        torch.tanh(before[..., 2 * width : 3 * width], out=now[..., 2 * width : 3 * width])
-        torch.sigmoid(before[..., 3 * width :], out=now[..., 3 * width :])
-        enter, keep, fresh, leave = now.chunk(4, -1)
-        torch.mul(keep, cells[:, time], out=cells[:, time + 1])
-        cells[:, time + 1].addcmul_(enter, fresh)
-        torch.tanh(cells[:, time + 1], out=squashed[:, time])
-        torch.mul(leave, squashed[:, time], out=states[:, time + 1])
-    return states, cells[:, -1].clone(), [active, cells, squashed]
-
-
-def _back_by_operations(
+def _gate_slopes(
     outputs: Tensor, last: Tensor, weight: Tensor, active: Tensor, cells: Tensor, squashed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gates' gradients are multiples of the cells' and of the states'."""
+    """Gradients of the gates before activation, and of the first cell."""
     times, width = active.shape[1], outputs.shape[-1]
     enter, keep, fresh, leave = active.chunk(4, -1)
     to_cell = leave * (1 - squashed.square())
@@ -342,14 +304,3 @@ def _back_by_operations(
         by_gate[:, time, :, 3].mul_(hidden)
         cell = cell * keep[:, time]
     return gates, cell
-
-
-@contextmanager
-def rounding_of_layers() -> Iterator[None]:
-    """Let a recurrence round where PyTorch's own would: it follows the setting of cuDNN."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
