@@ -475,7 +475,7 @@ def custom_operator_that_mixes():
 @coupled(TABLE)
 def numbers_through_numpy():
     def forward(self, x):
-        mean = torch.from_numpy(x.detach().numpy().mean(0, keepdims=True))
+        mean = torch.from_numpy(x.detach().cpu().numpy().mean(0, keepdims=True)).to(x.device)
         return self.second(self.first(x - mean.nan_to_num(0, 0, 0)).tanh())
 
     return mixing(forward)
