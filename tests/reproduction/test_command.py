@@ -70,7 +70,7 @@ def test_rendering_needs_rows_and_makes_none(tmp_path, capsys):
     (tmp_path / "results" / "demo.jsonl").write_text("\n".join(lines[:7]) + "\n")
     status, out, _ = reproduce("demo", "--render-only", folder=tmp_path, capsys=capsys)
     assert status == 0
-    assert "demo: 7 rows, 0 of them new, 70 cells without one" in out
+    assert "demo: 7 rows, 0 of them new, 90 cells without one" in out
 
 
 def test_all_goes_through_the_list(tmp_path, capsys, monkeypatch):
