@@ -88,6 +88,8 @@ def op_samples():
         torch.manual_seed(0)
         for number, sample in enumerate(op.sample_inputs("cpu", torch.float64)):
             arguments = sample.input, sample.args, sample.kwargs
+            if op.name == "squeeze" and not (sample.args or sample.kwargs):
+                continue  # keeps the dimension of a batch, as it would for several records
             if all(
                 value.layout is torch.strided and value.dtype is not torch.float32
                 for value in tensors_of(arguments)
