@@ -91,6 +91,10 @@ class OneByOne(Experiment):
         """The answer of one cell, without the cell's own fields."""
 
     def make(self, cells: Sequence[Cell], options: Options) -> Iterator[Row]:
-        """Fill the cells in their order."""
+        """Fill cells in their order: all, or a share that follows from the place in the grid."""
+        grid = options.share(list(self.cells(options))) if self.shared else cells
+        mine = {self.key(cell) for cell in grid}
         for cell in cells:
-            yield {**cell, **self.measure(cell, options)}
+            key = self.key(cell)
+            if key in mine and options.takes(f"{self.name} {key}"):
+                yield {**cell, **self.measure(cell, options)}

@@ -11,7 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dpsur.cli import main as library_command
 from dpsur.cli import run_command
 from dpsur.cli.parser import Parser, shown, whole_number
 from dpsur.errors import DpsurError, InvalidInputError
@@ -44,7 +43,6 @@ EXAMPLES = """\
   python -m reproduction encoder --help                                    train the encoder
   python -m reproduction queue --help                                      a list, in limited time
   python -m reproduction data fetch mnist                                  a public data set
-  python -m reproduction dpsur train --task mnist --method dpis            its tasks and methods
 """
 
 # Commands beside the experiments, and the modules that set them up.
@@ -68,8 +66,6 @@ class ReproductionParser(Parser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, as `dpsur` does: 2 for bad input."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    if given[:1] == ["dpsur"]:
-        return library_command(given[1:])
     if given and given[0] in COMMANDS:
         return run_command(_parser_of(given[0]), PROGRAM, given[1:])
     return run_command(_parser, PROGRAM, given)

@@ -1,7 +1,8 @@
 """`python -m reproduction bench-networks`: updates of common networks, as training makes them.
 
 Plain PyTorch and Opacus get a ready batch on the device. Our arms draw Poisson batches from a data
-set of eight times that size, gather them, clip, add noise and update, in the loop that `fit` uses.
+set of eight times that size, gather them, clip, add noise and update: `dpsgd` and `dpsur` in the
+loop that `fit` uses, `private-step` in a loop of a few lines around `PrivacyEngine.private_step`.
 Every arm has PyTorch's own precision settings: on CUDA convolutions are rounded to TF32 and matrix
 products are not. On a GPU arms are measured one after the other, each with the device to itself. On
 a CPU they take turns, since its speed drifts.
@@ -24,7 +25,14 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.streams import NOISE
 from reproduction.bench import families
-from reproduction.bench.basic_arms import Cell, CpuContention, PlainStep, Settings, machine
+from reproduction.bench.basic_arms import (
+    CapturedPlainStep,
+    Cell,
+    CpuContention,
+    PlainStep,
+    Settings,
+    machine,
+)
 from reproduction.bench.command import NETWORKS_FROM, origin_of
 from reproduction.bench.measurement import OK, outcome_of, release, synchronize
 from reproduction.bench.networks import (
@@ -36,18 +44,21 @@ from reproduction.bench.networks import (
     perceptron,
 )
 from reproduction.bench.peer_steps import ghost_step, hooks_step
-from reproduction.bench.training_steps import dpsgd_training, dpsur_training
+from reproduction.bench.training_steps import PrivateLoopStep, dpsgd_training, dpsur_training
 from reproduction.rows import read_rows, write_rows
 
 EXPERIMENT = "bench-networks"
 ARMS: dict[str, Callable[[Cell], Any]] = {
     "plain": PlainStep,
+    "plain-captured": CapturedPlainStep,
     "dpsgd": dpsgd_training,
+    "private-step": PrivateLoopStep,
     "dpsur": dpsur_training,
     "opacus-hooks": hooks_step,
     "opacus-ghost": ghost_step,
 }
 PLAIN, OURS, GATE, OPACUS = "plain", "dpsgd", "dpsur", ("opacus-hooks", "opacus-ghost")
+CAPTURED, LOOP = "plain-captured", "private-step"
 # Networks with their batch sizes, the most telling first.
 CUDA_GRID = (
     ("wrn-16-4", 512),
@@ -97,7 +108,9 @@ def jobs(
     if names is not None:
         grid = tuple(_pair(name) for name in names)
     for name, batch_size in grid:
-        arms = ("plain", "dpsgd") if bf16 else tuple(ARMS)
+        arms = ("plain", "plain-captured", "dpsgd", "private-step") if bf16 else tuple(ARMS)
+        if device.type != "cuda":
+            arms = tuple(arm for arm in arms if arm != "plain-captured")
         yield Job(network_named(name), batch_size, bf16=bf16, arms=arms)
     for job in series():
         if job.series in growth:
@@ -408,12 +421,12 @@ def table(rows: list[dict[str, Any]]) -> dict[tuple[str, int, str], dict[str, di
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Milliseconds per update and the ratios that matter, as a Markdown table."""
     lines = [
-        "| network, batch | plain | Opacus hooks | Opacus ghost | `dpsgd` | `dpsur`, a trial "
-        "| dpsgd / plain | Opacus / dpsgd | memory / plain |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| network, batch | plain | plain, captured | Opacus hooks | Opacus ghost | `dpsgd` "
+        "| private step | `dpsur`, a trial | dpsgd / plain | Opacus / dpsgd | memory / plain |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (name, size, precision), arms in table(rows).items():
-        cells = [_ms(arms.get(arm)) for arm in (PLAIN, *OPACUS, OURS, GATE)]
+        cells = [_ms(arms.get(arm)) for arm in (PLAIN, CAPTURED, *OPACUS, OURS, LOOP, GATE)]
         ours = arms.get(OURS, {})
         theirs = [
             arms[arm]["step_seconds"] for arm in OPACUS if arm in arms and arms[arm]["status"] == OK

@@ -1,9 +1,13 @@
 """Steps of ours that only the benchmarks need: DPSUR's trial, and training on Poisson batches."""
 
 import time
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from dpsur import PrivacyEngine
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import tensors_of
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
@@ -15,12 +19,14 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
 from dpsur.privacy.planning import repeated_plan
 from reproduction.bench.basic_arms import (
+    MAX_GRAD_NORM,
     NOISE_MULTIPLIER,
     CapturedOwnStep,
     Cell,
     OwnStep,
     bench_method,
     bound_problem,
+    sgd,
 )
 
 VAL_BATCH_SIZE = 256
@@ -96,6 +102,47 @@ class TrainingSteps:
 def dpsgd_training(cell: Cell, records: Examples | None = None) -> TrainingSteps:
     """DP-SGD on Poisson batches."""
     return TrainingSteps(cell, bench_method(Dpsgd, cell), tested=False, records=records)
+
+
+class PrivateLoopStep:
+    """A user's own loop around `PrivacyEngine.private_step`, on Poisson batches of made-up records.
+
+    A step draws its batch with a `DataLoader`, from a data set eight times the size of the batch
+    that lies on the device.
+    """
+
+    steps = 1
+
+    def __init__(self, cell: Cell) -> None:
+        size, loss = len(cell.batch), cell.loss
+        records = cell.network.batch(RECORDS_PER_BATCH * size, cell.device, cell.seed)
+        tensors = records.inputs, records.targets
+        self.data_bytes = sum(value.numel() * value.element_size() for value in tensors)
+        engine, model = PrivacyEngine(), cell.model()
+        _, _, self._loader = engine.make_private(
+            module=model,
+            optimizer=sgd(model),
+            data_loader=DataLoader(TensorDataset(*tensors), batch_size=size),
+            noise_multiplier=NOISE_MULTIPLIER,
+            max_grad_norm=MAX_GRAD_NORM,
+            steps=ENDLESS,
+        )
+
+        def mean_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+            inputs, targets = batch
+            with cell.precision():
+                outputs = model(inputs)
+            return loss(outputs.float(), targets)
+
+        self._step, self._batches = engine.private_step(mean_loss), iter(self._loader)
+
+    def __call__(self) -> None:
+        """One update."""
+        batch = next(self._batches, None)
+        if batch is None:
+            self._batches = iter(self._loader)
+            batch = next(self._batches)
+        self._step(batch)
 
 
 def dpsur_training(cell: Cell) -> TrainingSteps:

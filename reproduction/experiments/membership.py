@@ -132,13 +132,9 @@ class Membership(OneByOne):
                             yield {"config": _config(task, method, epsilon, seed), "seed": seed}
 
     def make(self, cells: Sequence[Cell], options: Options) -> Iterator[Row]:
-        """Fill this process's share, which follows from the place in the whole grid."""
+        """Fill this process's share of the grid and of the GPU."""
         limit_gpu_share(options)
-        mine = {self.key(cell) for cell in options.share(list(self.cells(options)))}
-        for cell in cells:
-            key = self.key(cell)
-            if key in mine and options.takes(f"{self.name} {key}"):
-                yield from super().make([cell], options)
+        yield from super().make(cells, options)
 
     def measure(self, cell: Cell, options: Options) -> Row:
         """Train one target and attack it."""

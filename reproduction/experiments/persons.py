@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SEEDS = (0, 1, 2)
+SEEDS = tuple(range(10))
 DELTA, UPDATES, RATE, CLIP = 1e-5, 60, 0.25, 1.0
 LEARNING_RATES = (0.5, 2.0, 8.0)
 RECORD, PERSON, BY_RECORD, DIVIDED = "record", "person", "by record", "divided"

@@ -46,12 +46,12 @@ METHOD = dpsur.Dpsgd(updates=STEPS, batch_size=BATCH_SIZE, learning_rate=1.0, mo
 TITLE = "Planted frauds"
 PAGE = """
 DP-SGD on the embedded digits (`mnist-5k`, a linear model on pixels, 100 steps of about 256 records,
-epsilon 3) by a trainer who cheats in a share f of the steps, chosen at random, and otherwise writes
-everything down as an honest one would. Then every step of the run is made again. *Planted* and
+epsilon 3) by a trainer who cheats in a share f of the steps, chosen at random, and records
+everything else honestly. Then every step of the run is recomputed. *Planted* and
 *found* are steps of all runs together. *Caught* is the share of 10,000 draws of twenty steps that
 hold one of the found ones, beside the stated 1 - (1-f)^20; drawing without repeats does better
-where a run is short. *Elsewhere* counts the steps that end farther than a tenth of a clip norm from
-what was made again, which is what a replay on another device is held to.
+where a run is short. *Elsewhere* counts the steps that differ from the recomputed ones by more than
+a tenth of a clip norm, the tolerance of a replay on another device.
 
 A record is replaced by its negative, in a batch that holds it; a rate is a quarter higher; an
 uncharged step is made with random numbers that no address has; the last bit of one weight is

@@ -1,7 +1,7 @@
 """The methods that the paper compares DPSUR with: reconstructions, and tempered sigmoids.
 
 Importing `reproduction` registers them beside those of the library, so that experiments,
-`python -m reproduction dpsur ...` and the verification of their releases find them by name.
+`dpsur train --method dpis` in a checkout and the verification of their releases find them by name.
 """
 
 from dpsur.methods import METHODS

@@ -1,6 +1,6 @@
 """The public data sets of the paper as tasks, registered beside those of the library.
 
-Importing `reproduction` registers them, so that experiments and `python -m reproduction dpsur
+Importing `reproduction` registers them, so that experiments and, in a checkout, `dpsur
 train --task mnist` find them by name.
 """
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import shutil
 from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -140,6 +141,18 @@ def test_processes_take_what_no_other_has_begun(no_training, tmp_path):
     made = [accuracy.EXPERIMENT.key(row) for row in (*begun, *rest, *others)]
     assert len(made) == len(wanted)
     assert set(made) == set(wanted)
+
+
+def test_processes_share_cells_that_are_measured_one_by_one(tmp_path, monkeypatch):
+    """Persons of two processes were all measured twice, and each row written twice."""
+    persons = experiment_named("persons")
+    monkeypatch.setattr(type(persons), "measure", lambda *_: {})
+    asked = Options(seeds=(0,), claims=tmp_path)
+    cells = list(persons.cells(asked))
+    runs = [persons.make(cells, replace(asked, shard=(part, 2))) for part in range(2)]
+    made = [persons.key(row) for run in runs for row in islice(run, 9)]
+    made += [persons.key(row) for run in runs for row in run]
+    assert sorted(made) == sorted(persons.key(cell) for cell in cells)
 
 
 def started(command, env, asked):

@@ -298,7 +298,7 @@ proves nothing. The exit status is 1 where a training under a proved accounting 
 
 With --neighbour there are no canaries: N updates of the training are made with and without a record
 of their batch and otherwise the same random numbers. Sums must move by at most the clip norm, and
-nothing else may differ.
+nothing else may differ. How far they moved is private.
 docs/auditing.md says how to read the result.
 """
 
@@ -377,7 +377,7 @@ def _neighbours(options: argparse.Namespace) -> int:
     held = "nothing else differed" if all(others) else f"in {others.count(False)} more differed"
     print(
         f"{len(pairs)} updates with and without one record: sums moved by at most {most:.4f} of "
-        f"what is charged, {held}"
+        f"what is charged (private: this follows from records), {held}"
     )
     print("sound" if sound else "NOT SOUND: one record does more than is charged")
     return 0 if sound else 1

@@ -40,14 +40,14 @@ Check a release against itself.
   dpsur verify run
   dpsur verify run --json
   dpsur verify run --key hospital.pem.pub    signed by this key, with every file unchanged
-  dpsur verify run --replay 20               made as stated: 20 steps computed again
+  dpsur verify run --replay 20               were 20 of its steps made as stated?
 
 A release that `dpsur sign` has signed must be what was signed, with or without --key.
 
 --replay is for whoever may read the records and the private folder of a run that was trained with
---replayable. Steps are chosen at random, and made again from the state before them. Where a share f
-of all steps was not made as stated, N steps show it but for a probability of (1-f)^N. On the same
-device and versions bits are compared, elsewhere the distance in clip norms.
+--replayable. It recomputes N random steps from the state before them. If a share f of all steps was
+not made as stated, N steps miss it with probability (1-f)^N. On the same device and versions bits
+are compared, elsewhere the distance in clip norms.
 
 {WHAT_IS_CHECKED}"""
 
@@ -58,7 +58,9 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--key", metavar="FILE", help="the public key that must have signed it")
     again = parser.add_argument_group("with the records")
-    again.add_argument("--replay", type=int, metavar="N", help="make N steps again, at random")
+    again.add_argument(
+        "--replay", type=int, metavar="N", help="recompute N steps, chosen at random"
+    )
     again.add_argument(
         "--private", metavar="DIR", help="the run's private folder (default: beside the release)"
     )
@@ -72,7 +74,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what was found; status 1 if anything is wrong."""
     faults, signer = signature_faults(options.folder, options.key)
-    with status("computing every epsilon again, and planning the run again"):
+    with status("recomputing every epsilon and the plan"):
         found, epsilon, opinions = verification(options.folder)
     faults += found
     again = None
@@ -129,7 +131,7 @@ def _replayed(options: argparse.Namespace) -> "Replayed":
         kind, own, _ = (config.task or "").partition(":")
         moved = {"task": f"{kind}:{options.data}"} if own else {"data_dir": Path(options.data)}
         config = replace(config, **moved)
-    with status("making steps again"):
+    with status("recomputing steps"):
         positions = load_positions(folder.checkpoint)
         session, origin = build_task_session(config, positions=positions)
         return replayed(session, folder, origin, options.replay)

@@ -237,7 +237,7 @@ def _alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor], exact: bool) 
 
 def _in_words(distance: float) -> str:
     if math.isinf(distance):
-        return "cannot be made again from the state before it"
+        return "cannot be recomputed from the state before it"
     return f"is {distance:.2g} clip norms from what the records and the key give"
 
 
