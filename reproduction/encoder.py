@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import Encoder
-from dpsur.features.encoder import SIZE, Whitening, pooled_maps
+from dpsur.features.encoder import SIZE, Whitening, pooled_maps, rotate
 from dpsur.runs.build_session import choose_device
 from reproduction import procedural
 from reproduction.encoder_network import WideResNet, frozen
@@ -84,7 +84,7 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class Statistics:
-    """How the whitening is fitted (`encoder.Whitening.fit`)."""
+    """How the whitening is fitted (`whitening_of`)."""
 
     images: int = 16_384
     seed: int = 99
@@ -261,20 +261,69 @@ def fit_whitening(
     generator = torch.Generator(device).manual_seed(statistics.views_seed)
     mild = replace(RECIPES[0], smallest_crop=statistics.smallest_crop)
     first, second = (blocks(views(images, generator, mild)) for _ in range(2))
-    return Whitening.fit(
+    return whitening_of(
         blocks(images),
+        (first, second),
         power=statistics.power,
         shrinkage=statistics.shrinkage,
         consistency=statistics.consistency,
-        views=(first, second),
     )
+
+
+def whitening_of(
+    blocks: Sequence[Tensor],
+    views: tuple[Sequence[Tensor], Sequence[Tensor]],
+    *,
+    power: float,
+    shrinkage: float,
+    consistency: float,
+) -> Whitening:
+    """Fit on (N, channels, cells) blocks of procedural images.
+
+    Directions of variance v are multiplied by ((1 - shrinkage) v + shrinkage)^-power, and by the
+    power `consistency` of their correlation between two random views of the same image.
+    """
+    named = {"root": torch.tensor(1.0), "by_scale": torch.tensor(True)}
+    for i, block in enumerate(blocks):
+        named[f"mean.{i}"] = block.float().mean((0, 2))
+        named[f"deviation.{i}"] = block.float().std((0, 2)) + 1e-3 * block.float().std()
+    plain = Whitening(named)
+    seen = [plain.split(view) for view in views]
+    for number, values in enumerate(plain.split(blocks)):
+        n, channels, cells = values.shape
+        over_channels = torch.einsum("ncs,nds->cd", values, values) / (n * cells)
+        over_cells = torch.einsum("ncs,nct->st", values, values) / (n * channels)
+        a, rotation = torch.linalg.eigh(over_channels)
+        b, turn = torch.linalg.eigh(over_cells)
+        variance = a[:, None].clamp(min=0) * b.clamp(min=0) / b.mean()
+        factors = ((1 - shrinkage) * variance + shrinkage) ** -power
+        one, two = (rotate(view[number], rotation, turn) for view in seen)
+        factors = factors * _correlation(one, two).clamp(min=0.02) ** consistency
+        named |= {f"channels.{number}": rotation, f"cells.{number}": turn}
+        named[f"factors.{number}"] = factors
+    return Whitening(named)
+
+
+def _correlation(one: Tensor, two: Tensor) -> Tensor:
+    one, two = one - one.mean(0), two - two.mean(0)
+    spread = one.square().mean(0) * two.square().mean(0)
+    return (one * two).mean(0) / (spread.sqrt() + 1e-9)
+
+
+def whitening_tensors(whitening: Whitening) -> dict[str, Tensor]:
+    """Everything as named tensors, 16 bit where the size matters."""
+    named = {"root": torch.tensor(whitening.root), "by_scale": torch.tensor(whitening.by_scale)}
+    for name, values in whitening.named_buffers():
+        small = name.startswith(("channels_", "factors_"))
+        named[name.replace("_", ".")] = values.half() if small else values
+    return {name: values.contiguous().cpu() for name, values in named.items()}
 
 
 def save(
     path: Path, networks: Sequence[WideResNet], whitening: Whitening, recipe: Mapping[str, Any]
 ) -> str:
     """Write weights (convolutions in 16 bit), whitening and recipe; return the SHA-256."""
-    named = {f"whitening.{k}": v for k, v in whitening.tensors().items()}
+    named = {f"whitening.{k}": v for k, v in whitening_tensors(whitening).items()}
     for number, network in enumerate(networks):
         for name, tensor in network.state_dict().items():
             if not name.endswith("num_batches_tracked"):

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import INIT, SETUP, Streams
-from dpsur.networks import (
+from dpsur.networks import pixel_cnn
+from reproduction.bench.arms import ARMS as ARMS  # registers them wherever networks are found
+from reproduction.networks import (
     ImdbLstm,
     cifar_pixel_cnn,
     cifar_scattering_cnn,
-    pixel_cnn,
     scattering_cnn,
 )
-from reproduction.bench.arms import ARMS as ARMS  # registers them wherever networks are found
 from reproduction.tasks.imdb import LENGTH as IMDB_LENGTH
 from reproduction.tasks.imdb import VOCABULARY as IMDB_WORDS
 

@@ -6,10 +6,15 @@ import numpy as np
 import torch
 
 from dpsur.functional.records import Examples
-from dpsur.tasks.base import Task
-from dpsur.tasks.mnist_5k import NETWORKS
+from dpsur.tasks.base import PIXELS, SCATTERING, Task, linear_heads
 from dpsur.tasks.npz import Array, Arrays
 from reproduction.datasets import FASHION_MNIST, MNIST, load_arrays
+
+NETWORKS = {
+    SCATTERING: {"name": "scattering-cnn", "classes": 10},
+    PIXELS: {"name": "pixel-cnn", "classes": 10},
+    **linear_heads((1, 28, 28), classes=10),
+}
 
 
 def load(data_dir: Path | None = None) -> tuple[Examples, Examples]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dpsur import features
+from dpsur.environment import cache_folder
 from dpsur.errors import InvalidInputError
 from dpsur.features import FEATURES, Scattering2d, cache, compute, features_named
 
@@ -170,6 +171,7 @@ def test_an_interrupted_write_leaves_nothing_behind(folder, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
+    cache.path_for({}, images())  # makes the key
     monkeypatch.setattr(cache.os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         compute(SCATTERING, images())
@@ -184,9 +186,9 @@ def test_no_records_have_no_file(folder):
 def test_the_folder_follows_the_environment(monkeypatch):
     monkeypatch.delenv("DPSUR_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache.default_folder() == Path("/somewhere/dpsur/features")
+    assert cache_folder() == Path("/somewhere/dpsur")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache.default_folder() == Path.home() / ".cache" / "dpsur" / "features"
+    assert cache_folder() == Path.home() / ".cache" / "dpsur"
 
 
 def test_names_of_files_do_not_let_the_records_be_guessed(folder):

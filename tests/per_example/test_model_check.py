@@ -8,8 +8,9 @@ from torch import nn
 from dpsur.errors import UnsupportedModelError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
-from dpsur.networks import pixel_cnn, scattering_cnn
+from dpsur.networks import pixel_cnn
 from dpsur.per_example import check_model, clipped_sum
+from reproduction.networks import scattering_cnn
 from tests.per_example.test_gradient_rules import (
     DROPOUT,
     MODELS,

@@ -3,6 +3,7 @@
 import torch
 
 from dpsur.features import Encoder
+from dpsur.features.encoder import Whitening
 from reproduction import encoder, features_page, procedural
 from reproduction.command import main
 from reproduction.encoder_network import WideResNet, frozen
@@ -36,11 +37,25 @@ def test_a_tiny_encoder_is_trained_written_and_read(tmp_path, monkeypatch, capsy
     sizes = ("--steps", "2", "--images", "16", "--batch", "8", "--device", "cpu")
     assert main(["encoder", "--out", str(path), *sizes]) == 0
     digest = capsys.readouterr().out.split()[-1]
-    made = Encoder(path)
+    monkeypatch.setattr("dpsur.features.encoder._shipped", lambda _: path)
+    made = Encoder(digest=digest)
     assert str(made.asset) == digest
     rows = made(procedural.generate(3, size=16, shares={"noise": 1}))
     assert rows.shape == (3, 2 * (16 * 16 + 32 * 16 + 64 * 4))
     torch.testing.assert_close(rows.norm(dim=1), torch.ones(3), atol=1e-2, rtol=0)
+
+
+def test_whitening_evens_out_variances_and_survives_its_file():
+    drawn = torch.Generator().manual_seed(0)
+    blocks = [torch.randn(400, 4, 4, generator=drawn) * torch.tensor([9.0, 3, 1, 0.3])[:, None]]
+    mixed = [torch.einsum("ncs,cd->nds", blocks[0], torch.randn(4, 4, generator=drawn))]
+    fitted = encoder.whitening_of(mixed, (mixed, mixed), power=0.5, shrinkage=0.0, consistency=0.0)
+    rows = fitted(mixed)
+    variances = rows.var(0)
+    assert variances.max() / variances.min() < 2
+    again = Whitening(encoder.whitening_tensors(fitted))
+    torch.testing.assert_close(again(mixed), rows, atol=2e-2, rtol=0)
+    assert list(fitted.state_dict()) == []
 
 
 def test_a_file_must_be_named(capsys):

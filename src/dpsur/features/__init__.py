@@ -6,6 +6,7 @@ record adds or removes one row, and training on features costs no privacy beyond
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,33 +106,16 @@ def _scattering(shape: Shape) -> tuple[LayerDescription, ...]:
     return ({"name": "scattering", **sizes, "scales": 2, "angles": 8},)
 
 
-def _check_images(name: str, shape: Shape) -> None:
-    if len(shape) != 3:
-        raise InvalidInputError(
-            f"the features {name} need images of shape (channels, height, width), but a record of "
-            f"these data has the shape {shape}; use the features pixels or tokens"
-        )
+def _of_images(features: str, **layer: Any) -> Callable[[Shape], tuple[LayerDescription, ...]]:
+    def layers(shape: Shape) -> tuple[LayerDescription, ...]:
+        if len(shape) != 3:
+            raise InvalidInputError(
+                f"the features {features} need images of shape (channels, height, width), but a "
+                f"record of these data has the shape {shape}; use the features pixels or tokens"
+            )
+        return (layer,)
 
-
-def _encoder(shape: Shape) -> tuple[LayerDescription, ...]:
-    _check_images("encoder", shape)
-    return ({"name": "encoder", "digest": ENCODER_DIGEST},)
-
-
-def _zoomed_encoder(shape: Shape) -> tuple[LayerDescription, ...]:
-    (layer,) = _encoder(shape)
-    return ({**layer, "zoom": True},)
-
-
-def _whitened_scattering(shape: Shape) -> tuple[LayerDescription, ...]:
-    _check_images("whitened-scattering", shape)
-    return ({"name": "whitened-scattering", "digest": SCATTERING_DIGEST},)
-
-
-def _scattering_encoder(shape: Shape) -> tuple[LayerDescription, ...]:
-    _check_images("scattering+encoder", shape)
-    digests = {"digest": ENCODER_DIGEST, "scattering_digest": SCATTERING_DIGEST}
-    return ({"name": "scattering-encoder", **digests},)
+    return layers
 
 
 FEATURES: dict[str, Features] = {
@@ -148,25 +132,30 @@ FEATURES: dict[str, Features] = {
         Features(
             "encoder",
             "8,192 numbers of an encoder that was trained on procedural images alone",
-            _encoder,
+            _of_images("encoder", name="encoder", digest=ENCODER_DIGEST),
             of_images=True,
         ),
         Features(
             "encoder-zoom",
             "the same, of the image and of its enlarged middle, averaged; twice the time",
-            _zoomed_encoder,
+            _of_images("encoder-zoom", name="encoder", digest=ENCODER_DIGEST, zoom=True),
             of_images=True,
         ),
         Features(
             "whitened-scattering",
             "3,969 numbers: scattering of grey 28 x 28 pixels, whitened with procedural images",
-            _whitened_scattering,
+            _of_images("whitened-scattering", name="whitened-scattering", digest=SCATTERING_DIGEST),
             of_images=True,
         ),
         Features(
             "scattering+encoder",
             "whitened scattering and encoder with equal weight",
-            _scattering_encoder,
+            _of_images(
+                "scattering+encoder",
+                name="scattering-encoder",
+                digest=ENCODER_DIGEST,
+                scattering_digest=SCATTERING_DIGEST,
+            ),
             of_images=True,
         ),
     )

@@ -6,11 +6,12 @@ folder 0700), and not a part of any release. Losing or damaging one costs time, 
 
 import contextlib
 import hmac
+import io
 import json
 import os
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,6 @@ Array = NDArray[Any]
 KEY, KEY_BYTES = "key", 32
 
 
-def default_folder() -> Path:
-    """`features` in the cache of the package."""
-    return cache_folder() / "features"
-
-
 def path_for(transform: Mapping[str, Any], inputs: Tensor) -> Path:
     """Where the features of these very inputs under this transform are stored.
 
@@ -38,7 +34,7 @@ def path_for(transform: Mapping[str, Any], inputs: Tensor) -> Path:
     """
     values = np.ascontiguousarray(inputs.detach().cpu().numpy())
     about = {**transform, "shape": values.shape, "type": values.dtype.str}
-    folder = default_folder()
+    folder = cache_folder() / "features"
     digest = hmac.new(_key(folder), json.dumps(about, sort_keys=True).encode(), "sha256")
     digest.update(_bytes(values))
     return folder / f"{digest.hexdigest()}.npy"
@@ -46,25 +42,13 @@ def path_for(transform: Mapping[str, Any], inputs: Tensor) -> Path:
 
 def _key(folder: Path) -> bytes:
     """The key of this folder, made when it is first asked for; a fresh one if it cannot be kept."""
-    path = folder / KEY
-    fresh = os.urandom(KEY_BYTES)
+    path, fresh = folder / KEY, os.urandom(KEY_BYTES)
     with contextlib.suppress(OSError):
         if not path.exists():
-            _make_folder(folder)
-            descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")  # mode 0600
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(fresh)
-            with contextlib.suppress(FileExistsError):  # another process was faster
-                os.link(temporary, path)
-            Path(temporary).unlink()
+            _write(path, [fresh])
         kept = path.read_bytes() if path.is_file() else b""
         return kept if len(kept) == KEY_BYTES else fresh
     return fresh
-
-
-def _make_folder(folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)
 
 
 def read(path: Path, shape: tuple[int, ...]) -> Tensor | None:
@@ -96,13 +80,21 @@ def write(path: Path, features: Tensor) -> None:
     small = features.detach().half()
     stored = small if torch.equal(small.to(features.dtype), features) else features.detach()
     values = np.ascontiguousarray(stored.cpu().numpy())
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(values))
+    # the checksum lies behind the array, where readers of .npy do not look
+    _write(path, [head.getvalue(), _bytes(values), _checksum(values)])
+
+
+def _write(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    folder = path.parent
     with contextlib.suppress(OSError):
-        _make_folder(path.parent)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # mode 0600
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")  # mode 0600
         try:
             with os.fdopen(descriptor, "wb") as file:
-                np.lib.format.write_array(file, values, allow_pickle=False)
-                file.write(_checksum(values))  # behind the array, where readers of .npy do not look
+                file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
             Path(temporary).replace(path)

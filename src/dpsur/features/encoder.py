@@ -20,7 +20,7 @@ costs no privacy.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,10 @@ class Whitening(nn.Module):
     The covariance of a scale is taken as a product of one over channels (all blocks together) and
     one over cells. A full covariance would need the square of all features.
 
-    The tensors are those of `fit`: `root` (an exponent of the averages), `by_scale` (whether blocks
+    The tensors are `root` (an exponent of the averages), `by_scale` (whether blocks
     are split by `haar`), `mean.i` and `deviation.i` of block i, `channels.i`, `cells.i` and
     `factors.i` of scale i. They are no part of a state dict: a release names their file instead.
+    `python -m reproduction encoder` fits those of the encoder.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -73,59 +74,7 @@ class Whitening(nn.Module):
             if name not in ("root", "by_scale"):
                 self.register_buffer(name.replace(".", "_"), values.float(), persistent=False)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything as named tensors, 16 bit where the size matters."""
-        named = {"root": torch.tensor(self.root), "by_scale": torch.tensor(self.by_scale)}
-        for name, values in self.named_buffers():
-            small = name.startswith(("channels_", "factors_"))
-            named[name.replace("_", ".")] = values.half() if small else values
-        return {name: values.contiguous().cpu() for name, values in named.items()}
-
-    @classmethod
-    def fit(
-        cls,
-        blocks: Sequence[Tensor],
-        *,
-        power: float,
-        shrinkage: float,
-        root: float = 1.0,
-        consistency: float = 0.0,
-        views: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
-        by_scale: bool = True,
-        per_feature: bool = False,
-    ) -> "Whitening":
-        """Fit on (N, channels, cells) blocks of procedural images.
-
-        Directions of variance v are multiplied by ((1 - shrinkage) v + shrinkage)^-power. With
-        `consistency`, they are also multiplied by that power of their correlation between two
-        random views of the same image (`views`).
-
-        Without `by_scale` a block is one scale and may have any number of cells, as scattering
-        coefficients do. `per_feature` standardises every cell of a channel on its own.
-        """
-        named = {"root": torch.tensor(root), "by_scale": torch.tensor(by_scale)}
-        over = (0,) if per_feature else (0, 2)
-        for i, block in enumerate(_root(block, root) for block in blocks):
-            named[f"mean.{i}"] = block.mean(over)
-            named[f"deviation.{i}"] = block.std(over) + 1e-3 * block.std()
-        plain = cls(named)
-        seen = [plain._by_scale(view) for view in views] if views and consistency else []
-        for number, values in enumerate(plain._by_scale(blocks)):
-            n, channels, cells = values.shape
-            over_channels = torch.einsum("ncs,nds->cd", values, values) / (n * cells)
-            over_cells = torch.einsum("ncs,nct->st", values, values) / (n * channels)
-            a, rotation = torch.linalg.eigh(over_channels)
-            b, turn = torch.linalg.eigh(over_cells)
-            variance = a[:, None].clamp(min=0) * b.clamp(min=0) / b.mean()
-            factors = ((1 - shrinkage) * variance + shrinkage) ** -power
-            if seen:
-                one, two = (_rotate(view[number], rotation, turn) for view in seen)
-                factors = factors * _correlation(one, two).clamp(min=0.02) ** consistency
-            named |= {f"channels.{number}": rotation, f"cells.{number}": turn}
-            named[f"factors.{number}"] = factors
-        return cls(named)
-
-    def _by_scale(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+    def split(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """Standardise the channels and join the blocks scale by scale."""
         standard = [
             (_root(block, self.root) - _of_cells(self.get_buffer(f"mean_{i}")))
@@ -141,11 +90,11 @@ class Whitening(nn.Module):
     def forward(self, blocks: Sequence[Tensor]) -> Tensor:
         """Whitened features of norm 1, (N, dimension)."""
         rows = []
-        for i, values in enumerate(self._by_scale(blocks)):
+        for i, values in enumerate(self.split(blocks)):
             channels, cells, factors = (
                 self.get_buffer(f"{part}_{i}") for part in ("channels", "cells", "factors")
             )
-            rows.append((_rotate(values, channels, cells) * factors).flatten(1))
+            rows.append((rotate(values, channels, cells) * factors).flatten(1))
         return F.normalize(torch.cat(rows, 1))
 
 
@@ -159,14 +108,8 @@ def _of_cells(statistic: Tensor) -> Tensor:
     return statistic[:, None] if statistic.dim() == 1 else statistic
 
 
-def _rotate(values: Tensor, rotation: Tensor, turn: Tensor) -> Tensor:
+def rotate(values: Tensor, rotation: Tensor, turn: Tensor) -> Tensor:
     return torch.einsum("ncs,cd->nds", values, rotation) @ turn
-
-
-def _correlation(one: Tensor, two: Tensor) -> Tensor:
-    one, two = one - one.mean(0), two - two.mean(0)
-    spread = one.square().mean(0) * two.square().mean(0)
-    return (one * two).mean(0) / (spread.sqrt() + 1e-9)
 
 
 #: Height and width of what the networks see.
@@ -368,87 +311,92 @@ class PixelRange(nn.Module):
         return images * self.get_buffer("deviation") + self.get_buffer("mean")
 
 
-class Encoder(nn.Module):
-    """The shipped encoder, or that of a file: images to rows of norm 1. Nothing in it is trained.
+class FrozenFeatures(nn.Module):
+    """Features of images from a shipped file: one row of norm 1 each, nothing in it is trained.
 
     Images are (N, channels, height, width), uint8 or numbers in [0, 1]. `mean` and `deviation` (per
-    channel) tell that the numbers were standardised with these, which is undone first. `zoom` also
-    encodes the enlarged middle of every image and averages; it doubles the time. `digest` is the
-    SHA-256 that the file must have.
+    channel) tell that the numbers were standardised with these, which is undone first. `digest` is
+    the SHA-256 that the file must have.
 
     Features are rounded to 16 bits, so that a cache of them needs half of the space.
     """
 
     def __init__(
         self,
-        path: Path | str | None = None,
+        digest: str,
+        mean: Sequence[float] | None = None,
+        deviation: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        self.pixels = PixelRange(mean, deviation)
+        self.asset = AssetDigest(digest)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return rounded(self.rows(images))
+
+    @torch.no_grad()
+    def rows(self, images: Tensor) -> Tensor:
+        """Features before they are rounded, of some images at a time.
+
+        An exported program, of any number, takes them all at once.
+        """
+        if torch.compiler.is_exporting():
+            return self.encoded(images)
+        return torch.cat([self.encoded(some) for some in torch.split(images, _BATCH)])
+
+    def encoded(self, images: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Encoder(FrozenFeatures):
+    """The shipped encoder. `zoom` also encodes the enlarged middle of every image and averages.
+
+    That doubles the time.
+    """
+
+    def __init__(
+        self,
         *,
+        digest: str = ENCODER_DIGEST,
         mean: Sequence[float] | None = None,
         deviation: Sequence[float] | None = None,
         zoom: bool = False,
-        digest: str | None = None,
     ) -> None:
-        super().__init__()
-        expected = ENCODER_DIGEST if path is None and digest is None else digest
-        source = _shipped(ENCODER) if path is None else Path(path)
-        content, found = read_asset(source, expected)
-        about, named = described(source), load_tensors(content)
+        super().__init__(digest, mean, deviation)
+        content = read_asset(ENCODER, digest)
+        about, named = described(_shipped(ENCODER)), load_tensors(content)
         self.grids, self.zoom = tuple(about["grids"]), zoom
         self.networks = nn.ModuleList(
             FrozenWideResNet(_part(named, f"networks.{number}."), depth)
             for number, (depth, _) in enumerate(about["networks"])
         )
         self.whitening = Whitening(_part(named, "whitening."))
-        self.pixels = PixelRange(mean, deviation)
-        self.asset = AssetDigest(found)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Features of images, one row of norm 1 each."""
-        return rounded(self.rows(images))
-
-    @torch.no_grad()
-    def rows(self, images: Tensor) -> Tensor:
-        """Features before they are rounded."""
-        return _in_batches(self._encoded, images)
-
-    def _encoded(self, images: Tensor) -> Tensor:
+    def encoded(self, images: Tensor) -> Tensor:
         blocks = pooled_maps(list(self.networks), self.pixels(images), self.grids, zoom=self.zoom)
         return F.normalize(self.whitening(blocks).reshape(images.shape[0], -1))
 
 
-class WhitenedScattering(nn.Module):
+class WhitenedScattering(FrozenFeatures):
     """Roots of scattering coefficients, whitened with statistics of procedural images.
 
     Images are brought to 28 x 28 pixels; three channels are averaged to grey ones, and of any other
-    number each counts as a grey image. Every row has norm 1. A hundred times faster than the
-    encoder, and as good for strokes on a plain ground.
+    number each counts as a grey image. A hundred times faster than the encoder, and as good for
+    strokes on a plain ground.
     """
 
     def __init__(
         self,
         *,
-        digest: str | None = None,
+        digest: str = SCATTERING_DIGEST,
         mean: Sequence[float] | None = None,
         deviation: Sequence[float] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(digest, mean, deviation)
         self.scattering = Scattering2d(*SCATTERING_SHAPE[1:])
-        expected = digest or SCATTERING_DIGEST
-        content, found = read_asset(_shipped(SCATTERING_WHITENING), expected)
-        self.whitening = Whitening(load_tensors(content))
-        self.pixels = PixelRange(mean, deviation)
-        self.asset = AssetDigest(found)
+        self.whitening = Whitening(load_tensors(read_asset(SCATTERING_WHITENING, digest)))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Features of images, one row of norm 1 each."""
-        return rounded(self.rows(images))
-
-    @torch.no_grad()
-    def rows(self, images: Tensor) -> Tensor:
-        """Features before they are rounded."""
-        return _in_batches(self._encoded, images)
-
-    def _encoded(self, images: Tensor) -> Tensor:
+    def encoded(self, images: Tensor) -> Tensor:
         values = _as_numbers(self.pixels(images))
         if values.shape[1] == 3:
             values = values.mean(1, keepdim=True)
@@ -459,17 +407,13 @@ class WhitenedScattering(nn.Module):
 
 
 class ScatteringEncoder(nn.Module):
-    """Whitened scattering and the encoder's features, with equal weight.
-
-    For images of any size, in [0, 1] or of type uint8. Every row has norm 1, and either part half
-    of its square.
-    """
+    """Whitened scattering and the encoder's features, each half of the square of a row's norm."""
 
     def __init__(
         self,
         *,
-        digest: str | None = None,
-        scattering_digest: str | None = None,
+        digest: str = ENCODER_DIGEST,
+        scattering_digest: str = SCATTERING_DIGEST,
         mean: Sequence[float] | None = None,
         deviation: Sequence[float] | None = None,
     ) -> None:
@@ -481,16 +425,8 @@ class ScatteringEncoder(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        """Features of images, one row of norm 1 each."""
         parts = [self.scattering.rows(images), self.encoder.rows(images)]
         return rounded(torch.cat(parts, 1) * math.sqrt(0.5))
-
-
-def _in_batches(encode: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
-    """Encode some images at a time. An exported program, of any number, takes them all at once."""
-    if torch.compiler.is_exporting():
-        return encode(images)
-    return torch.cat([encode(some) for some in torch.split(images, _BATCH)])
 
 
 def rounded(rows: Tensor) -> Tensor:
@@ -506,19 +442,19 @@ def _part(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
 
 
-def read_asset(path: Path, digest: str | None) -> tuple[bytes, str]:
-    """The content of a file and its SHA-256, which must be `digest` if one is given."""
+def read_asset(name: str, digest: str) -> bytes:
+    """The content of a shipped file, whose SHA-256 must be `digest`."""
     try:
-        content = path.read_bytes()
+        content = _shipped(name).read_bytes()
     except OSError as error:
-        raise FileError(f"{path} cannot be read ({error.strerror}); install dpsur again") from None
+        raise FileError(f"{name} cannot be read ({error.strerror}); install dpsur again") from None
     found = hashlib.sha256(content).hexdigest()
-    if digest is not None and found != digest:
+    if found != digest:
         raise InvalidInputError(
-            f"{path.name} has the SHA-256 {found}, and {digest} is needed; use the version of "
+            f"{name} has the SHA-256 {found}, and {digest} is needed; use the version of "
             "dpsur that has that file, or install dpsur again if the file is damaged"
         )
-    return content, found
+    return content
 
 
 def described(path: Path) -> dict[str, Any]:

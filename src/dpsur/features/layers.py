@@ -86,53 +86,16 @@ class Centre(nn.Module):
         return F.normalize(features - self.get_buffer("centre"))
 
 
-def _channel_norm(channels: int) -> nn.Module:
-    return ChannelNorm(channels)
-
-
-def _centre(features: int) -> nn.Module:
-    return Centre(features)
-
-
-def _table(width: int, columns: int, numbers: Sequence[int]) -> nn.Module:
-    return TableRows(width, columns, numbers)
-
-
-def _encoder(
-    digest: str,
-    mean: Sequence[float] | None = None,
-    deviation: Sequence[float] | None = None,
-    zoom: bool = False,
-) -> nn.Module:
-    return Encoder(digest=digest, mean=mean, deviation=deviation, zoom=zoom)
-
-
-def _whitened_scattering(
-    digest: str, mean: Sequence[float] | None = None, deviation: Sequence[float] | None = None
-) -> nn.Module:
-    return WhitenedScattering(digest=digest, mean=mean, deviation=deviation)
-
-
-def _scattering_encoder(
-    digest: str,
-    scattering_digest: str,
-    mean: Sequence[float] | None = None,
-    deviation: Sequence[float] | None = None,
-) -> nn.Module:
-    return ScatteringEncoder(
-        digest=digest, scattering_digest=scattering_digest, mean=mean, deviation=deviation
-    )
-
-
+# Statistics are no arguments of a description: a release holds them among its weights.
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "scattering": Scattering2d,
-    "encoder": _encoder,
-    "whitened-scattering": _whitened_scattering,
-    "scattering-encoder": _scattering_encoder,
+    "encoder": Encoder,
+    "whitened-scattering": WhitenedScattering,
+    "scattering-encoder": ScatteringEncoder,
     "group-norm": group_norm,
-    "channel-norm": _channel_norm,
-    "centre": _centre,
-    "table": _table,
+    "channel-norm": lambda channels: ChannelNorm(channels),
+    "centre": lambda features: Centre(features),
+    "table": lambda width, columns, numbers: TableRows(width, columns, numbers),
 }
 
 

@@ -9,15 +9,11 @@ from torch import nn
 
 from dpsur.features.layers import WithFeatures, build_layers
 from dpsur.networks.general import (
-    ImdbLstm,
-    cifar_pixel_cnn,
-    cifar_scattering_cnn,
     linear,
     linear_features,
     linear_head,
     mlp,
     pixel_cnn,
-    scattering_cnn,
     small_cnn,
 )
 from dpsur.registry import build
@@ -30,10 +26,6 @@ def with_features(features: Sequence[Mapping[str, Any]], network: Mapping[str, A
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "pixel-cnn": pixel_cnn,
-    "cifar-pixel-cnn": cifar_pixel_cnn,
-    "scattering-cnn": scattering_cnn,
-    "cifar-scattering-cnn": cifar_scattering_cnn,
-    "imdb-lstm": ImdbLstm,
     "linear": linear,
     "linear-features": linear_features,
     "linear-head": linear_head,
@@ -65,17 +57,13 @@ def takes(description: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
 
 __all__ = [
     "NETWORKS",
-    "ImdbLstm",
     "build_network",
-    "cifar_pixel_cnn",
-    "cifar_scattering_cnn",
     "linear",
     "linear_features",
     "linear_head",
     "mlp",
     "parameter_count",
     "pixel_cnn",
-    "scattering_cnn",
     "small_cnn",
     "takes",
     "with_features",
