@@ -66,8 +66,6 @@ format: $(INSTALLED)
 reproduce: $(INSTALLED)
 	$(BIN)/python -m reproduction all --render-only
 	$(BIN)/python -m reproduction.page_tables --write
-	$(BIN)/python -m reproduction.features_page --write
-	$(BIN)/python -m reproduction.options_page --write
 	$(BIN)/python -m reproduction.selection --write
 	$(BIN)/python -m reproduction bench --rows results/bench_growth_gpu.jsonl --plot docs/figures/growth_gpu.svg
 	$(BIN)/python -m reproduction bench-networks --rows results/bench_networks_gpu.jsonl --plot docs/figures/networks_gpu.svg --growth-plot docs/figures/networks_growth_gpu.svg

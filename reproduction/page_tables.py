@@ -1,4 +1,4 @@
-"""Tables inside the pages, written from the rows of `results/`.
+"""Tables inside the pages, written from the rows of `results/` and from declarations.
 
     python -m reproduction.page_tables            print the lines that differ from the rows
     python -m reproduction.page_tables --write    write the tables into the pages
@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from dpsur.presets import preset_named
+from reproduction import options_table, simulated_heads
 from reproduction.bench import cpu_loops, data_path, loops, network_grid
 from reproduction.bench.report import markdown as bench_table
-from reproduction.experiments import sixteen
+from reproduction.experiments import heads, sixteen
 from reproduction.experiments.accuracy import paper_accuracy, summary
 from reproduction.experiments.accuracy_pages import DATA_SETS, TOLERANCE, short_table
 from reproduction.experiments.iterates import records as iterate_records
@@ -36,7 +37,8 @@ KINDS = {
     "DP-SGD": ("dpsgd-hf", "constant"),
     "DP-SGD, rate decaying": ("dpsgd-hf", "linear"),
 }
-PAGES = tuple(ROOT / "docs" / name for name in ("reproduction.md", "benchmarks.md"))
+NAMES = ("reproduction.md", "benchmarks.md", "results.md", "api.md")
+PAGES = tuple(ROOT / "docs" / name for name in NAMES)
 _BLOCK = re.compile(r"<!-- (\S.*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)
 
 
@@ -74,6 +76,9 @@ def marked_tables() -> dict[str, str]:
         _comment("bench_loops_cpu"): cpu_loops.markdown(rows_of("bench_loops_cpu")),
         "data path": data_path.markdown(rows_of("bench_networks_gpu")),
         "sixteen cells": sixteen.short_table(rows_of("accuracy"), paper_accuracy()),
+        _comment("heads"): heads.table({**heads.of_auto(rows_of("heads")), **heads.of_others()}),
+        _comment(simulated_heads.ROWS.stem): simulated_heads.table(),
+        "options of a run": options_table.options(),
         "accuracy in short": short_table(list(FOUND.values()), paper_accuracy()).markdown(),
     }
 

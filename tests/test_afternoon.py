@@ -1,4 +1,4 @@
-"""The page of an afternoon: every block is run in order, each in a process of its own."""
+"""An afternoon on the first page: every block is run in order, each in a process of its own."""
 
 import csv
 import json
@@ -14,7 +14,7 @@ import pytest
 from tests.test_site import execute
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "afternoon.md").read_text()
+PAGE = (ROOT / "docs" / "getting_started.md").read_text().partition("## An afternoon")[2]
 BLOCKS = re.findall(r"```(python|sh)\n(.*?)```", PAGE, flags=re.DOTALL)
 WITHOUT_DPSUR = "import sys; sys.modules['dpsur'] = None\n"
 

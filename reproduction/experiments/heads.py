@@ -1,11 +1,10 @@
 """What the preset auto reaches at a proven epsilon, beside everything it can be compared with.
 
-Rows are those of the preset. The page puts them beside the rows of other experiments (`accuracy`,
-`best`), the paper's figures and published ones.
+Rows are those of the preset. The table of docs/results.md puts them beside the rows of other
+experiments (`accuracy`, `best`), the paper's figures and published ones.
 """
 
 import csv
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpsur import figure_style as style
-from reproduction.artifacts import WIDTH, Artifact, Column, Page, Picture, Table
+from reproduction.artifacts import Artifact, Column, Page, Picture, Table
 from reproduction.base import Row
 from reproduction.experiments.accuracy import paper_accuracy
 from reproduction.rows import read_rows
@@ -67,41 +66,6 @@ LOOKS = {
     PAPER: Look(PAPER, style.INK, "x", ":"),
 }
 TITLE = "Results at a proven epsilon"
-INTRODUCTION = """
-Accuracy in percent on the public test sets at delta 1e-5, mean and standard deviation over seeds,
-with nothing but the private records and what this package ships. `auto` is what `dpsur train --task
-TASK --epsilon E` does on a machine with a GPU; its settings follow from public facts by rules that
-were chosen on held-out training records of CIFAR-10 and Fashion-MNIST
-([features](features.md)).
-"""
-NOTES = """
-Every epsilon is proved except where the table says otherwise: of the paper's epsilon 3, the proven
-one is 3.73 to 4.06 ([which epsilon](choosing_epsilon.md#which-epsilon-is-printed)). Algorithm 1 is
-accounted by `proven-pld` where that was run, else by `proven`, which affords fewer updates ([which
-is which, with intervals](tables/accuracy_sixteen.md)). On IMDb the rows with word ranks, and tuned
-DP-SGD, take ranks as public although they were counted on these reviews: there "proved" rests on
-that assumption. The row with hashed words (task `imdb-hashed`) assumes nothing: a review becomes
-numbers by its own words alone. Figures of plain DP-SGD with the paper's network and of Algorithm 1
-are those of `python -m reproduction accuracy`, with the paper's settings; those of tuned DP-SGD
-those of `python -m reproduction best`, whose settings were chosen on held-out records. The paper
-trains IMDb on the first 80 words with a recurrent network, `auto` a linear model on counts of all
-words.
-
-Published figures: {sources}. Only figures that we could check are listed; those of Tang et al. and
-of DP-MicroAdam at other budgets we have not seen. At epsilon 8 on CIFAR-10 DP-MicroAdam is ahead of
-`auto`.
-
-What each uses: `auto` on images a linear model on features of the shipped encoder and, for grey
-images, of scattering, both made without collected data; on IMDb counts of words, at hashed places
-or weighted by the ranks that Keras publishes. Tuned DP-SGD uses scattering or the counts weighted
-by ranks, the others pixels, scattering (Algorithm 1) or tokens.
-
-What it costs: a run of `auto` took {seconds} on one H200, which three processes shared, five seeds
-at a time (rows with hashed words were made on one core of a CPU); features of all images of a data
-set took less than 40 seconds, once. Without a GPU the encoder takes 50 ms of one core per image,
-once, and scattering 1 ms; training takes about four minutes on 8,192 features of 60,000 records and
-one minute on words, estimated from smaller runs.
-"""
 
 
 class Heads(TrainingGrid):
@@ -117,11 +81,10 @@ class Heads(TrainingGrid):
                     yield TrainingCell(task, ARM, epsilon, seed)
 
     def render(self, rows: Sequence[Row]) -> list[Artifact]:
-        """The page, its figure, and the table as data."""
+        """The figures, and the table as data; `page_tables` writes the table into its page."""
         found = {**of_auto(rows), **of_others()}
         figure = Picture("results", lambda: draw_results(found))
         return [
-            Page("results.md", page(rows, found)),
             Page("tables/results.csv", data(found)),
             figure,
             Picture("hero", lambda: draw_hero(found), png=True),
@@ -191,8 +154,8 @@ def _in_order(found: Found) -> list[tuple[str, str]]:
     return sorted(found, key=lambda key: (sets.index(key[0]), names.index(key[1])))
 
 
-def page(rows: Sequence[Row], found: Found) -> str:
-    """The page from the rows."""
+def table(found: Found) -> str:
+    """The table of docs/results.md."""
     columns = [Column("data set", "data"), Column("what", "what")]
     columns += [Column(f"epsilon {epsilon}", str(epsilon)) for epsilon in EPSILONS]
     records = []
@@ -201,26 +164,7 @@ def page(rows: Sequence[Row], found: Found) -> str:
         record |= dict.fromkeys(map(str, EPSILONS), "")
         record |= {f"{point.value:g}": _shown(point) for point in found[key]}
         records.append(record)
-    sources = "; ".join(
-        f"{row['accuracy']} at epsilon {row['epsilon']}: {row['source']}" for row in published()
-    )
-    times = [row["seconds"] for row in rows if row["device"] != "cpu"]
-    seconds = f"{min(times):.0f} to {max(times):.0f} seconds" if times else "seconds"
-    parts = [
-        f"# {TITLE}",
-        INTRODUCTION.strip(),
-        f"![{TITLE}](figures/results.svg)",
-        Table(columns, records).markdown(),
-        *(
-            textwrap.fill(part, WIDTH)
-            for part in NOTES.strip().format(sources=sources, seconds=seconds).split("\n\n")
-        ),
-        "On data that played no part in these rules: [unseen data](tables/unseen.md); on "
-        "[tables](tables/tables.md).",
-        "Rendered by `python -m reproduction heads` from its rows; the table as data: "
-        "[results.csv](tables/results.csv).",
-    ]
-    return "\n\n".join(parts) + "\n"
+    return Table(columns, records).markdown()
 
 
 def _shown(point: Point) -> str:

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from dpsur.cli import COMMANDS, main
-from reproduction import options_page
 
 
 def help_of(capsys, *words, flag="--help"):
@@ -49,11 +48,6 @@ def test_options_of_one_method(capsys):
     assert list(json.loads(capsys.readouterr().out)) == ["dpis"]
     assert main(["methods", "sgd"]) == 2
     assert "unknown method 'sgd'" in capsys.readouterr().err
-
-
-def test_the_page_of_options_is_that_of_the_declarations():
-    """`python -m reproduction.options_page --write` renders it."""
-    assert options_page.PAGE.read_text(encoding="utf-8") == options_page.page()
 
 
 @pytest.mark.parametrize("name", ["methods", "tasks"])

@@ -1,4 +1,4 @@
-"""The probabilities of the noise, exactly, and the lemmas of docs/noise.md in numbers."""
+"""The probabilities of the noise, exactly, and the lemmas of docs/privacy.md in numbers."""
 
 import math
 from fractions import Fraction

@@ -39,14 +39,6 @@ def test_the_rows_spent_their_epsilon_and_were_made_by_the_preset():
         assert row["config"]["tried"] == {}
 
 
-def test_the_page_shows_the_rows():
-    rows = read_rows(heads.RESULTS / "heads.jsonl")
-    found = {**heads.of_auto(rows), **heads.of_others()}
-    page = (heads.RESULTS.parent / "docs" / "results.md").read_text(encoding="utf-8")
-    assert page == heads.page(rows, found)
-    assert "published, *with public data*" in page
-
-
 def test_what_the_page_on_unseen_data_says_is_what_the_rows_say():
     records = {r["data"]: r for r in unseen.summary(read_rows(heads.RESULTS / "unseen.jsonl"))}
     assert list(records) == list(unseen.DATA)

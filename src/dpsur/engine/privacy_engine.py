@@ -109,7 +109,7 @@ class PrivacyEngine(PrivateLoop):
             raise InvalidInputError(
                 "secure_mode=True is not supported: without a seed, random numbers come from a "
                 "cryptographic generator (ChaCha20) anyway, and noise is an exact integer "
-                "(docs/noise.md); leave it out"
+                "(dpsur proof, section 17); leave it out"
             )
         super().__init__()
 

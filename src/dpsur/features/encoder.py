@@ -463,5 +463,5 @@ def described(path: Path) -> dict[str, Any]:
         with safe_open(path, "pt") as file:
             about: dict[str, Any] = json.loads(file.metadata()["encoder"])
     except (SafetensorError, TypeError, KeyError, ValueError):
-        raise InvalidInputError(f"{path} is no file of an encoder; see docs/features.md") from None
+        raise InvalidInputError(f"{path} is no file of an encoder; see docs/results.md") from None
     return about

@@ -35,7 +35,7 @@ _DEVIATIONS = (-1.5, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0
 _ROUNDING = 1.001 / DEVIATION
 _LEAST_LEFT = 0.5  # at most as much noise again is added for rounding
 # What norms, factors and sums in floating point may add to a sensitivity, by the type of the sum;
-# docs/noise.md says for which sums this is proved, and for which it is tested.
+# docs/privacy.md says for which sums this is proved, and for which it is tested.
 FLOATING_POINT: dict[torch.dtype, float] = {torch.float32: 2.0**-7, torch.float64: 2.0**-8}
 
 # A sample that is larger than expected by more than this is worked on in parts, so that memory
@@ -252,7 +252,7 @@ def add_noise(total: ClippedSum, noise_multiplier: float | Tensor, stream: Strea
     """Gaussian mechanism on a sum of bounded sensitivity (Alg. 1, L7), in integers.
 
     Formal guarantee: with Poisson sampling at rate q, a sampled Gaussian mechanism of rate q and
-    this noise multiplier, also for whoever reads the last bits (docs/noise.md). The scale comes
+    this noise multiplier, also for whoever reads the last bits (docs/privacy.md). The scale comes
     from the sensitivity that the sum itself reports, and from what rounding it to the grid of the
     noise adds. Each number of a vector has its own address, so that shards on several ranks
     together get the noise that one process would draw.

@@ -6,7 +6,7 @@ the same deviation, `FACTOR` times the first plus the second. Both are drawn fro
 alias method: a word of 32 bits names one of 2^15 columns and says, by its 17 other bits, whether
 the draw is the column's own value or its alias. Where these bits are those of the column's limit,
 once in 2^17 draws, 128 further bits decide. So every value has exactly the probability `weights`
-over 2^160; docs/noise.md says how far that is from a Gaussian, and why it protects as much.
+over 2^160; docs/privacy.md says how far that is from a Gaussian, and why it protects as much.
 """
 
 import math

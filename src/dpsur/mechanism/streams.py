@@ -675,7 +675,7 @@ class Stream:
 
     Draws without an offset follow one another. They are in double precision: uniform numbers are
     multiples of 2^-53 in [0, 1), and noise is an integer over `DEVIATION`, a discrete Gaussian that
-    ends at 12.9 standard deviations (docs/noise.md).
+    ends at 12.9 standard deviations (docs/privacy.md).
     """
 
     def __init__(self, streams: "Streams", purpose: str, step: int | Tensor) -> None:

@@ -88,7 +88,7 @@ class LossRule:
         # acceptance probability above a_min: count it as the worst finite difference instead.
         difference = torch.where(difference.abs() < math.inf, difference, bound)
         # Integers instead of real numbers move a threshold by a few steps of their grid, and a
-        # probability beyond its bound, unless differences end so much earlier (docs/noise.md).
+        # probability beyond its bound, unless differences end so much earlier (docs/privacy.md).
         deviation = 2 * bound * self.noise_multiplier
         most = max(0.0, bound - _SPARE_STEPS * deviation / DEVIATION)
         noisy = stream.add_normal(difference.double().clamp(-most, most).view(-1), deviation)

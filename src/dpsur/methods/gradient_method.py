@@ -274,7 +274,7 @@ COIN_TEST_SHARE = 0.3
 
 
 # Of the rule below: the best of 0.1, 0.14, 0.2, 0.28 and 0.4 on held-out records of CIFAR-10 and
-# Fashion-MNIST (docs/features.md).
+# Fashion-MNIST (docs/results.md).
 RATE_FACTOR = 0.2
 
 
@@ -394,7 +394,7 @@ class GradientMethod(OptimizerMethod):
     )
     clip_norm: str | None = option(
         None,
-        "where the gate block takes the clip norm from: median (default) is an eighth of the "
+        "where the gate block takes the clip norm from: median (default) is the "
         "median gradient norm by a noisy histogram, given is max_grad_norm",
         (MEDIAN, GIVEN),
         group=BLOCKS,

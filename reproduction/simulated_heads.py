@@ -1,14 +1,10 @@
-"""The table of docs/features.md, rendered from the rows that the simulator of DP-SGD made.
-
-    python -m reproduction.features_page --write
+"""What the features are worth: a table of docs/results.md, from the rows of a simulator of DP-SGD.
 
 The simulator trains linear heads on fixed features exactly as DP-SGD does (Poisson samples, clipped
 gradients, Gaussian noise of the calibrated multiplier), several at once on a GPU. Its rows are not
 runs of the library; `python -m reproduction heads` makes those.
 """
 
-import re
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -19,10 +15,6 @@ from reproduction.training import mean_and_spread
 
 ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "results" / "encoder_heads_simulated.jsonl"
-PAGE = ROOT / "docs" / "features.md"
-BLOCK = re.compile(
-    r"(<!-- results/encoder_heads_simulated.jsonl -->\n)(.*?)(<!-- end -->)", re.DOTALL
-)
 TASKS = {"cifar10": "CIFAR-10", "fmnist": "Fashion-MNIST", "mnist": "MNIST"}
 
 
@@ -42,7 +34,7 @@ def table() -> str:
     records = [
         _record(key, groups[key]) for key in sorted(groups, key=lambda k: list(TASKS).index(k[0]))
     ]
-    return Table(columns, records).markdown() + "\n"
+    return Table(columns, records).markdown()
 
 
 def _record(key: tuple[str, str, float], accuracies: dict[int, list[float]]) -> dict[str, Any]:
@@ -57,17 +49,3 @@ def _record(key: tuple[str, str, float], accuracies: dict[int, list[float]]) -> 
 def _plain(note: str) -> str:
     """The note of a row without the notation of the program that wrote it."""
     return note.replace("{'grids': (4, 4, 4)}", "(grids 4, 4, 4),")
-
-
-def main() -> None:
-    """Print the table, or write it into the page."""
-    if "--write" in sys.argv[1:]:
-        text = PAGE.read_text(encoding="utf-8")
-        page = BLOCK.sub(lambda found: found[1] + table() + found[3], text)
-        PAGE.write_text(page, encoding="utf-8")
-    else:
-        print(table())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,7 @@
-"""`docs/options.md`: every option of a run, as flag and as Python name, from its declaration.
+"""The options of docs/api.md: every option of a run, as flag and as Python name, as declared."""
 
-python -m reproduction.options_page --write
-"""
-
-import argparse
 from collections.abc import Iterable
 from dataclasses import fields
-from pathlib import Path
 
 from dpsur.cli.run_options import ALL_GROUPS, default_of
 from dpsur.config import Intervals, Performance, RunConfig
@@ -17,15 +12,6 @@ from dpsur.tasks import TASKS
 
 METHODS = {n: kind for n, kind in REGISTERED.items() if kind.__module__.startswith("dpsur.")}
 OWN_TASKS = [name for name, task in TASKS.items() if task.load.__module__.startswith("dpsur.")]
-PAGE = Path(__file__).parent.parent / "docs" / "options.md"
-HEAD = """\
-# Options
-
-Every option of a run, by heading: its flag for `dpsur train`, its name in Python, and what it does.
-`dpsur train --help` shows the common ones, `dpsur train --help-all` all of them, and
-`dpsur methods NAME` those of one method. This page is rendered from the declarations by
-`python -m reproduction.options_page --write`.
-"""
 _PARTS = {
     **{each.name: f"dpsur.Budget({each.name}=)" for each in fields(Budget)},
     **{each.name: f"dpsur.Intervals({each.name}=)" for each in fields(Intervals)},
@@ -33,9 +19,9 @@ _PARTS = {
 }
 
 
-def page() -> str:
-    """The page."""
-    parts = [HEAD]
+def options() -> str:
+    """A table for each heading."""
+    parts = []
     run = [one for one in declared(RunConfig).values() if one.field.metadata["command_line"]]
     for heading in ALL_GROUPS:
         parts.append(_section(heading, (one for one in run if one.group == heading), "run"))
@@ -48,7 +34,7 @@ def page() -> str:
     }
     for heading, listed in by_heading(method.values()).items():
         parts.append(_section(heading, listed, "method", owners))
-    return "\n".join(parts)
+    return "\n".join(parts).rstrip()
 
 
 def _section(
@@ -57,7 +43,7 @@ def _section(
     kind: str,
     owners: dict[str, list[str]] | None = None,
 ) -> str:
-    lines = [f"## {heading[0].upper()}{heading[1:]}", "", "| flag | in Python | what it does |"]
+    lines = [f"### {heading[0].upper()}{heading[1:]}", "", "| flag | in Python | what it does |"]
     lines.append("|---|---|---|")
     for one in options:
         text = f"{one.help}{default_of(one.field) if kind == 'method' else ''}"
@@ -74,17 +60,3 @@ def _section(
         python = _PARTS.get(one.name, one.name) if kind == "run" else one.name
         lines.append(f"| `{one.flag}` | `{python}` | {text.replace('|', chr(92) + '|')} |")
     return "\n".join([*lines, ""])
-
-
-def main() -> None:
-    """Print the page, or write it."""
-    parser = argparse.ArgumentParser(prog="python -m reproduction.options_page")
-    parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
-        PAGE.write_text(page(), encoding="utf-8")
-    else:
-        print(page(), end="")
-
-
-if __name__ == "__main__":
-    main()
