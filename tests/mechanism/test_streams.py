@@ -242,11 +242,11 @@ def threads_for(count, draw):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_has_workers_of_its_own():
-    assert random_numbers._workers(2).submit(int).result() == 0
+    assert random_numbers._workers().submit(int).result() == 0
     child = os.fork()
     if not child:
         try:
-            os._exit(random_numbers._workers(2).submit(int).result(20))
+            os._exit(random_numbers._workers().submit(int).result(20))
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

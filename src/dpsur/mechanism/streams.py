@@ -39,6 +39,7 @@ from dpsur.functional.process_settings import seeded_globally
 from dpsur.mechanism.noise_table import (
     BITS,
     CENTRE,
+    COLUMNS,
     DEVIATION,
     FACTOR,
     LIMIT_BITS,
@@ -62,9 +63,10 @@ _QUARTERS = (
 _HALF = 0xFFFFFFFF
 _SIGN = -(2**63)
 _UNIT = 2.0**-53
+_EXPONENT = 0x433 << 52  # of 2^52: with it, the bits of an integer n are those of 2^52 + n
 # Words that are worked on at once on a CPU: what fits its caches is faster.
 _AT_ONCE = 2**15
-_ZEROS = bytes(8 * (_AT_ONCE + 8))  # and where a piece begins within a block
+_ZEROS = memoryview(bytes(8 * (_AT_ONCE + 8)))  # and where a piece begins within a block
 _MOST_WORKERS = 8  # more would wait for each other's Python
 _LEAST_OF_A_WORKER = 2**16
 # Numbers of noise that are in memory at once where they are added to a vector without a kernel.
@@ -294,10 +296,12 @@ def add_normal(
 
         def work(some: slice, words: _Words) -> None:
             noise = _noise(key, int(step), (purpose, rank, offset + some.start), words)
-            steps = np.divide(numbers[some], grid, dtype=np.float64)
+            steps = numbers[some].astype(np.float64)
+            steps /= grid
             np.rint(steps, out=steps)
             steps += noise
-            places[some] = np.multiply(steps, grid, out=steps)
+            steps *= grid
+            places[some] = steps
 
         _in_pieces(key, int(step), address, count, work)
         return found
@@ -430,20 +434,24 @@ def _in_pieces(
         words = _words(key, step, (purpose, rank, first), -(-size // key.block))
         work(some, words[skipped:size])
 
-    starts = range(0, count, _AT_ONCE)
-    threads = min(torch.get_num_threads(), _MOST_WORKERS, count // _LEAST_OF_A_WORKER)
-    if threads > 1:
-        # drawing and NumPy's functions both leave the interpreter to other threads
-        list(_workers(threads).map(give, starts))
-    else:
+    starts = iter(range(0, count, _AT_ONCE))
+
+    def give_all() -> None:
         for start in starts:
             give(start)
 
+    # drawing and NumPy's functions both leave the interpreter to other threads
+    threads = min(torch.get_num_threads(), _MOST_WORKERS, count // _LEAST_OF_A_WORKER)
+    others = [_workers().submit(give_all) for _ in range(threads - 1)]
+    give_all()
+    for other in others:
+        other.result()
+
 
 @cache
-def _workers(threads: int) -> ThreadPoolExecutor:
+def _workers() -> ThreadPoolExecutor:
     """Threads that stay."""
-    return ThreadPoolExecutor(threads, "dpsur-noise")
+    return ThreadPoolExecutor(_MOST_WORKERS, "dpsur-noise")
 
 
 if hasattr(os, "register_at_fork"):
@@ -462,9 +470,7 @@ def _words(key: Key, step: int, address: Address, blocks: int) -> _Words:
     return philox.random_raw(4 * blocks)
 
 
-def _noise(
-    key: Key, step: int, address: Address, words: _Words
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _noise(key: Key, step: int, address: Address, words: _Words) -> _Numbers:
     """A number of noise for each word; the offset of the first one is that of the address.
 
     Nothing here depends on what the noise is added to.
@@ -473,28 +479,29 @@ def _noise(
     entries, rest = table()
     halves = words.view(np.uint32)  # the lower one of each word first
     columns = halves >> LIMIT_BITS
-    found = entries.take(columns, mode="clip")
-    below = halves & np.uint32(2**LIMIT_BITS - 1)
-    below -= found >> BITS  # negative where a draw stays in its column
-    found &= np.uint32(2**BITS - 1)
-    undecided = np.flatnonzero(below == 0)
-    np.right_shift(below.view(np.int32), 31, out=below.view(np.int32))  # all bits, or none
-    columns ^= found
-    columns &= below
-    found ^= columns
+    limits = entries.take(columns, mode="wrap")  # and, in the last bits, the aliases
+    bits = halves << BITS
+    bits |= columns
+    # The lesser one ends with what is drawn: the column where its bits are below those of the limit.
+    found = np.minimum(bits, limits)
+    bits ^= limits
+    undecided = np.flatnonzero(bits < COLUMNS) if bits.min() < COLUMNS else ()  # equal bits
+    found &= np.uint32(COLUMNS - 1)
     for place in undecided:
         number, part = int(place) // 2, 1 - int(place) % 2  # the upper half is drawn first
         further = _words(key, step, (purpose | _FURTHER, rank, offset + number), 1)
         high, low = further[2 * part : 2 * part + 2]
-        column = halves[place] >> LIMIT_BITS
-        if (high, low) < tuple(rest[column]):
-            found[place] = column
-    lower = found.view(np.int64)
-    noise: np.ndarray[tuple[int], np.dtype[np.int64]] = lower >> 32
-    noise *= FACTOR
-    lower &= _HALF
-    noise += lower
-    noise -= CENTRE * (FACTOR + 1)
+        column = columns[place]
+        stays = (high, low) < tuple(rest[column])
+        found[place] = column if stays else limits[place] & (COLUMNS - 1)
+    # Upper half times `FACTOR` plus lower half, in the upper half of a product; then the bits of
+    # a number of double precision.
+    whole = found.view(np.int64)
+    whole *= 2**32 + FACTOR
+    whole >>= 32
+    whole |= _EXPONENT
+    noise: _Numbers = whole.view(np.float64)
+    noise -= 2.0**52 + CENTRE * (FACTOR + 1)
     return noise
 
 
