@@ -443,9 +443,11 @@ def _in_pieces(
     # drawing and NumPy's functions both leave the interpreter to other threads
     threads = min(torch.get_num_threads(), _MOST_WORKERS, count // _LEAST_OF_A_WORKER)
     others = [_workers().submit(give_all) for _ in range(threads - 1)]
-    give_all()
-    for other in others:
-        other.result()
+    try:
+        give_all()
+    finally:  # an interruption leaves nobody at work
+        for other in others:
+            other.result()
 
 
 @cache
@@ -482,7 +484,7 @@ def _noise(key: Key, step: int, address: Address, words: _Words) -> _Numbers:
     limits = entries.take(columns, mode="wrap")  # and, in the last bits, the aliases
     bits = halves << BITS
     bits |= columns
-    # The lesser one ends with what is drawn: the column where its bits are below those of the limit.
+    # The lesser one ends with what is drawn: the column where its bits are below the limit's.
     found = np.minimum(bits, limits)
     bits ^= limits
     undecided = np.flatnonzero(bits < COLUMNS) if bits.min() < COLUMNS else ()  # equal bits
