@@ -28,7 +28,7 @@ from dpsur.privacy.accountants.rdp import PAPER_ORDERS, epsilon_from_rdp, sample
 from dpsur.privacy.accounting import only_figure
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Ledger, LossTest, SampledGaussian, Step, Trial
-from dpsur.privacy.plan import MOST_TRIALS, TRIALS, Filter, Phase, Plan
+from dpsur.privacy.plan import MOST_TRIALS, TRIALS, Phase, Plan, RenyiFilter
 
 # Candidate step lengths, and the factor of the noise after an iteration with a retry.
 LARGEST, COUNT, DECAY = 5.0, 21, 0.99
@@ -74,7 +74,7 @@ class ReleasedDpagd(Method):
             LossTest(rate, self.val_noise_multiplier, 0.0),
         )
         phases = (Phase(typical, None, TRIALS, MOST_TRIALS),)
-        free = Filter(2.0, 0.0)
+        free = RenyiFilter(2.0, 0.0)
         return self, ClaimedPlan(budget, accounting, phases, setup, filter=free)
 
     def build(self, problem: Problem, plan: Plan) -> Procedure:

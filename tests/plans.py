@@ -5,7 +5,7 @@ from typing import Any
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Ledger, Trial
-from dpsur.privacy.plan import ACCEPTED, MOST_TRIALS, TRIALS, Filter, Phase, Plan
+from dpsur.privacy.plan import ACCEPTED, MOST_TRIALS, TRIALS, Phase, Plan, RenyiFilter
 
 
 def plan_behind_filter(
@@ -21,7 +21,7 @@ def plan_behind_filter(
 ) -> Plan:
     """Free steps behind a filter of this order and allowance."""
     phase = Phase(typical, updates, TRIALS if updates is None else ACCEPTED, trials)
-    allowed = Filter(order, allowance, stop_after)
+    allowed = RenyiFilter(order, allowance, stop_after)
     return Plan(budget, accounting, (phase,), filter=allowed, **more)
 
 

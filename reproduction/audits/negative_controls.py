@@ -50,7 +50,7 @@ class Fault:
         """The session with the fault in the place of its procedure."""
         if self.bind is _sound:
             return session
-        fits = session.plan.same_steps or session.plan.tests > 0
+        fits = not session.plan.steered or session.plan.tests > 0
         if not isinstance(session.method, GradientMethod) or not fits:
             raise InvalidInputError(f"the faults are not made for the method {session.method.name}")
         if self.needs_test and session.plan.typical.gate is None:

@@ -32,6 +32,7 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Step, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import Request, filtered_plan, make_plan
+from reproduction.methods.menus import noise_for
 
 DEFAULT_UPDATES = 1000
 # The range of step lengths follows what was chosen, as in the original: after this many updates it
@@ -183,7 +184,7 @@ class Dpagd(Method):
         share = settled.choice_share * price
         settled = settled._with_choice(dataset_size, share, plan.filter.order)
         choice = settled._choice(dataset_size)
-        noise = plan.noise_for(rate, price, choice)
+        noise = noise_for(plan, rate, price, choice)
         typical = Trial(SampledGaussian(rate, noise), choice)
         return settled, replace(plan, phases=(replace(plan.phases[0], step=typical),))
 

@@ -28,7 +28,13 @@ from dpsur.privacy.events import Event, SampledGaussian, Step, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import filtered_plan
 from dpsur.privacy.search import MOST_NOISE
-from reproduction.methods.menus import as_costly, best_order, fitted_menu_plan, menu_around
+from reproduction.methods.menus import (
+    as_costly,
+    best_order,
+    fitted_menu_plan,
+    menu_around,
+    noise_for,
+)
 
 # What the noisy norms may take of the budget altogether, by Rényi divergence.
 STEERING_SHARE = 0.02
@@ -188,7 +194,7 @@ class Dpis(GradientMethod):
             return self, plan
         assert plan.filter is not None
         share = STEERING_SHARE * plan.filter.allowance / self.refreshes(count)
-        noise = plan.noise_for(self.norm_rate(dataset_size), share)
+        noise = noise_for(plan, self.norm_rate(dataset_size), share)
         return replace(self, norm_noise_multiplier=noise), plan
 
     def refreshes(self, count: int) -> int:
@@ -378,7 +384,7 @@ def updates_at_a_price(
 ) -> Callable[[float], SampledGaussian]:
     """Updates of any rate that cost the same: the noise of one follows from its rate."""
     price, gate = price_of_an_update(plan, norms, refresh_every), plan.typical.gate
-    return lambda rate: SampledGaussian(rate, plan.noise_for(rate, price, gate))
+    return lambda rate: SampledGaussian(rate, noise_for(plan, rate, price, gate))
 
 
 def price_of_an_update(plan: Plan, norms: SampledGaussian, refresh_every: int) -> float:

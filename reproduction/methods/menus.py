@@ -10,7 +10,7 @@ import math
 from dpsur.errors import BudgetError
 from dpsur.privacy.accountants.rdp import PAPER_ORDERS, epsilon_from_rdp, sampled_gaussian_rdp
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import Event, Menu, SampledGaussian
+from dpsur.privacy.events import Event, Menu, NoisyChoice, SampledGaussian, Test, Trial
 from dpsur.privacy.plan import Phase, Plan
 from dpsur.privacy.planning import least_plan_noise
 from dpsur.privacy.search import least_noise
@@ -79,3 +79,24 @@ def menu_around(typical: SampledGaussian, order: int, repeats: int) -> Menu:
     rates = [min(most, typical.sample_rate * RATE_STEP**k) for k in range(1, steps + 1)]
     others = (SampledGaussian(rate, as_costly(typical, rate, order)) for rate in rates)
     return Menu((typical, *others), repeats)
+
+
+def noise_for(
+    plan: Plan, sample_rate: float, price: float, test: Test | NoisyChoice | None = None
+) -> float:
+    """The least noise at which an update of this rate costs at most `price` of a filter's allowance.
+
+    The rate may come from released values only. So the noise does too.
+    """
+
+    def cost(noise: float) -> float:
+        return plan.cost(Trial(SampledGaussian(sample_rate, noise), test))
+
+    noise = least_noise(cost, price)
+    if noise is None:
+        raise BudgetError(
+            f"an update at rate {sample_rate:g} costs more than its share of the budget, "
+            "whatever the noise; raise epsilon, make fewer updates or weaken the test",
+            code="budget-too-small",
+        )
+    return noise

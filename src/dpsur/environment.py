@@ -2,6 +2,8 @@
 
 import os
 import platform
+import tempfile
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -40,3 +42,16 @@ def cache_folder() -> Path:
         raise InvalidInputError(
             f"there is no home folder to put the cache in; set {CACHE_VARIABLE} to a folder"
         ) from None
+
+
+def write_cache(path: Path, text: str) -> None:
+    """Write a file of the cache, whole or not at all; a folder without room for it is no error."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(temporary).replace(path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)

@@ -27,7 +27,7 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Menu, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import Request, make_plan
-from reproduction.methods import Dpis
+from reproduction.methods import Dpis, dpis
 from reproduction.methods.dpis import ImportanceGradient, price_of_an_update
 from tests.conftest import blobs, small_model
 from tests.methods.problems import BUDGET, CPU, SIZE, bound, settled
@@ -288,12 +288,12 @@ def exact_rate(patch):
 
 
 def noise_of_the_planned_rate_behind_a_gate(patch):
-    real = Plan.noise_for
+    real = dpis.noise_for
 
-    def wrong(self, sample_rate, price, test=None):
-        return real(self, min(sample_rate, OPTIONS["batch_size"] / SIZE), price, test)
+    def wrong(plan, sample_rate, price, test=None):
+        return real(plan, min(sample_rate, OPTIONS["batch_size"] / SIZE), price, test)
 
-    patch.setattr(Plan, "noise_for", wrong)
+    patch.setattr(dpis, "noise_for", wrong)
 
 
 def uncharged_sums(patch):

@@ -21,6 +21,7 @@ from dpsur.privacy.events import (
 )
 from dpsur.privacy.plan import ALLOWANCE_PARTS, MOST_TRIALS, TAIL_SHARE, Plan, trial_cap
 from dpsur.privacy.planning import filtered_plan, repeated_plan
+from reproduction.methods.menus import noise_for
 from tests.plans import plan_behind_filter
 
 BUDGET = Budget(3.0, 1e-5)
@@ -141,13 +142,13 @@ def test_setup_is_in_the_choice_of_the_order(best):
 
 def test_noise_that_costs_a_price():
     plan = plan_of()
-    noise = plan.noise_for(0.2, 0.05)
+    noise = noise_for(plan, 0.2, 0.05)
     assert event_divergence(Trial(SampledGaussian(0.2, noise)), plan.filter.order) <= 0.05
     assert event_divergence(Trial(SampledGaussian(0.2, 0.999 * noise)), plan.filter.order) > 0.05
-    beside = plan.noise_for(0.2, 0.05, NoisyChoice(0.2, 0.5))
+    beside = noise_for(plan, 0.2, 0.05, NoisyChoice(0.2, 0.5))
     assert beside > noise
     with pytest.raises(BudgetError, match="an update at rate 0.2 costs more than its share"):
-        plan.noise_for(0.2, 0.001, NoisyChoice(0.2, 2.0))
+        noise_for(plan, 0.2, 0.001, NoisyChoice(0.2, 2.0))
 
 
 # --- behind a gate ------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def test_rejections_are_not_charged_where_updates_are():
     plan = plan_of(typical=COIN, trials=200)
     ledger = Ledger().record(COIN, updates=2, trials=9)
     assert plan.divergence(ledger) == pytest.approx(2 * event_divergence(COIN, 6.0))
-    assert not plan.verdicts_are_public
+    assert plan.charges_accepted
     always = ledger.record(FIGURE, updates=1)
     assert plan.divergence(always) > plan.divergence(ledger)
 
@@ -168,7 +169,7 @@ def test_rejections_are_charged_where_trials_are():
     ledger = Ledger().record(gated, updates=0, trials=3)
     both = event_divergence(gated.update, 6.0) + event_divergence(gated.test, 6.0)
     assert plan.divergence(ledger) == pytest.approx(3 * both)
-    assert plan.verdicts_are_public
+    assert not plan.charges_accepted
     assert not plan.affords(Ledger().record(gated, updates=1, trials=9), gated)
 
 

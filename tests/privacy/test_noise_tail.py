@@ -212,7 +212,7 @@ def test_a_filter_stops_before_the_tail_is_spent():
     ledger = Ledger()
     while plan.affords(ledger, small):
         ledger = ledger.record(small, updates=1)
-    assert 0 < ledger.trials == int(plan.tail_allowance / (0.1 * out_of_reach(1.0, 0.25)))
+    assert 0 < ledger.trials == int(1e-3 * 1e-3 / (0.1 * out_of_reach(1.0, 0.25)))
     assert plan.tail(ledger) <= 1e-6
     with pytest.raises(BudgetError, match=r"0\.25 is too small for delta 1e-05"):
         filtered_plan(Budget(500.0, 1e-5), "every-trial", small, updates=None)

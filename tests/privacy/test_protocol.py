@@ -44,11 +44,11 @@ def test_a_statement_gives_its_plan_back(plan):
 def test_positions_follow_the_counts_where_a_plan_says_so(plan):
     ledger = Ledger().record(plan.typical, trials=3, updates=3 if plan.typical.test is None else 2)
     counted = ledger.trials if plan.updates is None else ledger.updates
-    assert (plan.position(ledger) == counted) == plan.position_follows_counts
+    assert (plan.position(ledger) == counted) == (plan.filter is None or plan.updates is not None)
 
 
 def test_only_plans_that_repeat_a_trial_have_equal_steps(plan):
-    assert plan.same_steps == (len(plan.phases) == 1 and not plan.steered)
+    assert plan.steered or len(plan.phases) == 1
     assert set(plan.fixed_counts) <= {"updates", "trials"}
     assert plan.length > 0
     assert plan.describe().endswith(plan.accounting)

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 
 from dpsur import checks
-from dpsur.errors import InvalidInputError
+from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.options import flag
-from dpsur.privacy.accountants.noise_tail import tail_refusal
+from dpsur.privacy.accountants.noise_tail import check_tail
 from dpsur.privacy.accounting import (
     ACCOUNTINGS,
     DEFAULT_ACCOUNTING,
@@ -261,8 +261,9 @@ def _say_why_infinite(setup: tuple[Event, ...], trial: Trial, delta: float, coun
     """Tell of noise whose missing tail alone spends delta, so that figures are infinite."""
     assert isinstance(trial.update, SampledGaussian)
     tail = accounting_named("proven").noise_tail(planned_charges(setup, trial, count))
-    refusal = tail_refusal(tail, trial.update.noise_multiplier, count, delta)
-    if refusal is not None:
+    try:
+        check_tail(tail, trial.update.noise_multiplier, count, delta)
+    except BudgetError as refusal:
         print(f"dpsur: warning: {refusal}", file=sys.stderr)
 
 

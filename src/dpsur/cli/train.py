@@ -246,7 +246,7 @@ def _test_lines(session: Session) -> list[str]:
         f"every candidate is tested on about {size} fresh records: one that is better{margin} "
         f"passes with probability {test.accept_max:.2f}, a worse one with {test.accept_min:.2f}"
     ]
-    if plan.verdicts_are_public:
+    if not plan.charges_accepted:
         return [*lines, "every trial is charged, so how many are rejected is public"]
     return [
         *lines,
@@ -379,7 +379,7 @@ def _print_result(
         )
         print(f"after {row['after']}{rate}: {metric_text(row)} (noisy, paid)")
     print(describe_guarantee(run.statement))
-    public = run.plan.verdicts_are_public
+    public = not run.plan.charges_accepted
     if run.plan.typical.gate is not None and (public or show_private):
         ledger = run.private.ledger
         rejected = ledger.trials - ledger.updates

@@ -85,7 +85,7 @@ class CapturedTrial:
         self._other_steps = torch.tensor(ledger.steps - ledger.trials, device=device)
         # Where schedules stand, if that does not follow from the counts.
         self._position: Tensor | None = None
-        if not plan.position_follows_counts:
+        if plan.filter is not None and plan.updates is None:
             self._position = torch.tensor(plan.position(ledger), device=device)
         # Batches of records that stay on the host, copied to fixed memory before every replay.
         self._host_batches = HostBatches(streams)

@@ -10,8 +10,10 @@ whose rejections are free, are known by their (epsilon, delta) alone, and conver
 """
 
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from dpsur import checks
 from dpsur.errors import BudgetError
@@ -28,6 +30,7 @@ from dpsur.privacy.events import (
     SampledGaussian,
     ThresholdedGaussian,
     Trial,
+    any_joins,
 )
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.search import least_noise
@@ -81,19 +84,15 @@ def for_group(plan: Plan, records: int, unit: str = "record") -> Converted:
 
 def grouped(event: Event, records: int) -> Event:
     """What an event is for a group of records, each of which is sampled on its own."""
-
-    def any_joins(rate: float) -> float:
-        return 1.0 if rate == 1.0 else min(1.0, -math.expm1(records * math.log1p(-rate)))
-
     match event:
         case Gaussian(noise_multiplier=sigma):
             return Gaussian(sigma / records)
         case SampledGaussian():
             return replace(event, records=records * event.records)
         case LossTest(sample_rate=q):  # the difference is clipped as a whole
-            return replace(event, sample_rate=any_joins(q))
+            return replace(event, sample_rate=any_joins(q, records))
         case NoisyChoice(sample_rate=q, choice_epsilon=epsilon):
-            return NoisyChoice(any_joins(q), records * epsilon)
+            return NoisyChoice(any_joins(q, records), records * epsilon)
         case Menu(choices=choices):
             several = (replace(one, records=records * one.records) for one in choices)
             return replace(event, choices=tuple(several))
@@ -121,26 +120,14 @@ def for_replacement(plan: Plan, unit: str = "record") -> Converted:
         def fits(half: float) -> bool:
             return (1 + math.exp(half)) * (pld.composed_delta(charges, half) + tail) <= delta
 
-        found = _least(fits, epsilon)
-        if found is not None:
-            return Converted(name, 2 * found, delta, exact=True)
+        tried = accumulate([1.5] * 5, operator.mul, initial=max(epsilon, 1e-6))
+        low, high = 0.0, next(filter(fits, tried), math.inf)
+        while high < math.inf and high - low > 1e-4 * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        if high < math.inf:
+            return Converted(name, 2 * high, delta, exact=True)
     return Converted(name, 2 * epsilon, min(1.0, delta * (1 + math.exp(epsilon))), exact=False)
-
-
-def _least(fits: Callable[[float], bool], start: float) -> float | None:
-    """The least positive number that fits, to a ten-thousandth, from above; None if none does."""
-    high = max(start, 1e-6)
-    for _ in range(6):
-        if fits(high):
-            break
-        high *= 1.5
-    else:
-        return None
-    low = 0.0
-    while high - low > 1e-4 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
 
 
 # --- which sampler, and how many records of a person ----------------------------------------------
@@ -182,7 +169,7 @@ def samplings_of_persons(
     whose gradients vary less.
     """
     found = []
-    accounting = accounting_named("every-trial")
+    accounting, before = accounting_named("every-trial"), [(event, 1) for event in setup]
     for records_each in most:
         used = min(records, records_each * persons)
         for sampling, units, joining in (("person", persons, 1), ("record", used, records_each)):
@@ -190,9 +177,8 @@ def samplings_of_persons(
                 continue  # the same
 
             def epsilon_of(noise: float, joining: int = joining) -> float:
-                charges = [*((event, 1) for event in setup)]
-                charges.append((SampledGaussian(rate, noise, joining), updates))
-                return accounting.epsilon(charges, budget.delta)
+                update = SampledGaussian(rate, noise, joining)
+                return accounting.epsilon([*before, (update, updates)], budget.delta)
 
             noise = least_noise(epsilon_of, budget.epsilon)
             if noise is not None:

@@ -20,6 +20,13 @@ def precision(noise_multiplier: float) -> float:
     return 1 / min(noise_multiplier, 1e150) ** 2
 
 
+def any_joins(sample_rate: float, records: int) -> float:
+    """The chance that at least one of several records joins a Poisson sample."""
+    if sample_rate == 1:
+        return 1.0
+    return min(1.0, -math.expm1(records * math.log1p(-sample_rate)))
+
+
 @dataclass(frozen=True)
 class NonPrivate:
     """Data used without protection. Every accountant charges infinity."""
@@ -72,12 +79,8 @@ class SampledGaussian:
         """One record that costs no less: all of a person's join whenever one of them does."""
         if self.records == 1:
             return self
-        any_joins = (
-            -math.expm1(self.records * math.log1p(-self.sample_rate))
-            if (self.sample_rate < 1)
-            else 1.0
-        )
-        return SampledGaussian(min(1.0, any_joins), self.noise_multiplier / self.records)
+        rate = any_joins(self.sample_rate, self.records)
+        return SampledGaussian(rate, self.noise_multiplier / self.records)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,11 @@ class LossTest:
         checks.positive("val_noise_multiplier", self.noise_multiplier)
         if math.isnan(self.accept_threshold):
             raise InvalidInputError("accept_threshold must be a number, got nan")
+
+    @property
+    def noisy_difference(self) -> SampledGaussian:
+        """What a verdict is a function of: charging it is an upper bound by post-processing."""
+        return SampledGaussian(self.sample_rate, self.noise_multiplier)
 
     def acceptance(self, clipped_difference: float) -> float:
         """Probability of accepting, the difference given in units of the clip bound, in [-1, 1]."""
@@ -213,6 +221,8 @@ class Menu:
     def __post_init__(self) -> None:
         if not self.choices:
             raise InvalidInputError("a menu needs at least one choice")
+        if not all(isinstance(choice, SampledGaussian) for choice in self.choices):
+            raise InvalidInputError(f"a menu offers sampled Gaussians, got {self.choices!r}")
         checks.at_least_one("the repeats of a choice", self.repeats)
 
     @property
@@ -365,18 +375,8 @@ class Ledger:
         return Ledger(setup=setup, entries=tuple(entries))
 
 
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        NonPrivate,
-        Gaussian,
-        ThresholdedGaussian,
-        SampledGaussian,
-        LossTest,
-        CoinTest,
-        NoisyChoice,
-    )
-}
+_PLAIN = (NonPrivate, Gaussian, ThresholdedGaussian, SampledGaussian, LossTest, CoinTest)
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_PLAIN, NoisyChoice)}
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
@@ -407,14 +407,8 @@ def event_from_json(values: Mapping[str, Any]) -> Event:
                 test=None if test is None else event_from_json(test),  # type: ignore[arg-type]
             )
         if kind == "Menu":
-            return Menu(tuple(map(_choice_from_json, fields.pop("choices"))), **fields)
+            choices = tuple(map(event_from_json, fields.pop("choices")))
+            return Menu(choices, **fields)  # type: ignore[arg-type]
         return _KINDS[kind](**fields)  # type: ignore[no-any-return]
     except (KeyError, TypeError) as error:
         raise InvalidInputError(f"not a privacy event: {dict(values)!r}") from error
-
-
-def _choice_from_json(values: Mapping[str, Any]) -> SampledGaussian:
-    choice = event_from_json(values)
-    if not isinstance(choice, SampledGaussian):
-        raise InvalidInputError(f"a menu offers sampled Gaussians, got {dict(values)!r}")
-    return choice

@@ -20,7 +20,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Literal
 
@@ -47,7 +47,6 @@ from dpsur.privacy.events import (
     Gaussian,
     Ledger,
     Menu,
-    NoisyChoice,
     SampledGaussian,
     Step,
     Test,
@@ -55,7 +54,6 @@ from dpsur.privacy.events import (
     event_from_json,
     event_to_json,
 )
-from dpsur.privacy.search import least_noise
 
 NOT_HIDDEN, DELAY, CONSTANT = "no", "delay", "constant"
 WAYS_TO_HIDE = (NOT_HIDDEN, DELAY, CONSTANT)
@@ -91,11 +89,8 @@ def early_end(test: Test, updates: int, trials: int) -> float:
 
 def least_cap(test: Test, updates: int, budget: Budget) -> int:
     """The smallest cap on trials that delta pays for: a run that continues to it makes no more."""
-
-    def enough(trials: int) -> bool:
-        return late_enough(test, updates, budget, trials)
-
-    return bisect_left(range(trial_cap(test, updates, budget)), True, key=enough)
+    counts = range(trial_cap(test, updates, budget))
+    return bisect_left(counts, True, key=lambda trials: late_enough(test, updates, budget, trials))
 
 
 BlockTest = Gaussian | SampledGaussian
@@ -178,22 +173,6 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Filter:
-    """An allowance of Rényi divergence at one order, both fixed before the run.
-
-    A composition theorem with parameters fixed in advance does not cover a sampling rate that is
-    read off a noisy norm, or a noise level raised because progress stalled. A filter does: the run
-    ends before the divergences of its steps add up to more than the allowance (Feldman and Zrnic
-    2021, arXiv:2008.11193; Lécuyer 2021, arXiv:2103.01379). It may end earlier, after `stop_after`
-    updates.
-    """
-
-    order: float
-    allowance: float
-    stop_after: int | None = None
-
-
-@dataclass(frozen=True)
 class Plan:
     """Phases in their order, the budget, and what an accounting needs to know of them.
 
@@ -219,7 +198,7 @@ class Plan:
     setup: tuple[Event, ...] = ()
     on_reject: str = RESTORE
     run_all_trials: bool = False
-    filter: Filter | None = None
+    filter: RenyiFilter | None = None
     searches: bool = False
     may_stop: bool = False
 
@@ -243,14 +222,11 @@ class Plan:
             raise InvalidInputError("between two phases there must be a test")
         if self.tests and (self.typical.test is not None or self.filter is not None):
             raise InvalidInputError("a phase with a test has updates that are always kept")
-        if self.filter is not None:
-            self._check_filter()
-        elif any(phase.count is None for phase in self.phases):
-            raise InvalidInputError("without a filter the number of updates must be fixed")
-        else:
+        if self.filter is None:
+            if any(phase.count is None for phase in self.phases):
+                raise InvalidInputError("without a filter the number of updates must be fixed")
             checks.at_least_one("the number of updates", self.length)
-
-    def _check_filter(self) -> None:
+            return
         if len(self.phases) > 1 or isinstance(self.phases[0].step, Menu):
             raise InvalidInputError("behind a filter there is one phase of trials")
         if self.charges_accepted and self.updates is None:
@@ -304,19 +280,9 @@ class Plan:
         return self.filter is not None or self.menu is not None or self.tests > 0
 
     @property
-    def same_steps(self) -> bool:
-        """Whether all steps are the same, so that many can be made before the ledger is read."""
-        return not self.steered
-
-    @property
     def charges_accepted(self) -> bool:
-        """Whether rejected trials are not charged, and so must stay private."""
+        """Whether rejected trials are not charged; otherwise verdicts may be published."""
         return self._accounting.charges == "updates" and self.typical.gate is not None
-
-    @property
-    def verdicts_are_public(self) -> bool:
-        """Whether the accounting pays for publishing which trials were rejected."""
-        return not self.charges_accepted
 
     # Counts
 
@@ -345,11 +311,6 @@ class Plan:
         if self.updates is not None:
             return "updates"
         return "trials" if self.filter is None else "thousandths of the allowance"
-
-    @property
-    def position_follows_counts(self) -> bool:
-        """Whether `position` is the number of updates, or of trials where `updates` is None."""
-        return self.filter is None or self.updates is not None
 
     @property
     def kept(self) -> int | None:
@@ -386,19 +347,14 @@ class Plan:
         trials = ledger.trials - sum(phase.trials for phase in before)
         return self.phases[number], trials, ledger.updates - sum(p.count or 0 for p in before)
 
-    def _ended(self, phase: Phase, trials: int, updates: int) -> bool:
-        """Whether all steps of a phase were made, or its cap was reached."""
-        if phase.counts == ACCEPTED and phase.count is not None and updates >= phase.count:
-            return True
-        return trials >= phase.trials
-
     def due(self, ledger: Ledger) -> tuple[Step, ...]:
         """What may come next, nothing at the end; behind a filter anything may that fits it."""
         place = self._phase(ledger)
         if place is None:
             return ()
         phase, trials, updates = place
-        if self._ended(phase, trials, updates):
+        counted = phase.counts == ACCEPTED and phase.count is not None
+        if trials >= phase.trials or (counted and updates >= phase.count):
             return () if phase.test is None else (phase.test,)
         if not isinstance(phase.step, Menu):
             return phase.choices
@@ -413,7 +369,12 @@ class Plan:
     def affords(self, ledger: Ledger, step: Step) -> bool:
         """Whether one more step fits. Asked before the step, never after."""
         if self.filter is not None:
-            return self._filter_affords(ledger, step, self.filter)
+            counts = [n for n in (self.updates, self.filter.stop_after) if n is not None]
+            if any(ledger.updates >= count for count in counts) or ledger.trials >= self.trials:
+                return False
+            if self.tail(ledger.record(step, updates=1)) > TAIL_SHARE * self.budget.delta:
+                return False
+            return self.filter.affords(self.divergence(ledger), self.cost(step))
         due = self.due(ledger)
         if due and step not in due:
             planned = due[0] if len(due) == 1 else f"a choice of the menu of {len(due)}"
@@ -504,7 +465,8 @@ class Plan:
                 f"with delta {delta:g}"
             )
         if self.filter is not None:
-            return epsilon_at(self.filter.order, self.filter.allowance, self._kept_of(delta))
+            kept = kept_delta(delta, capped=self.charges_accepted)
+            return epsilon_at(self.filter.order, self.filter.allowance, kept)
         return self._accounting.epsilon(self.charges(), delta)
 
     def epsilon_without_tests(self) -> float:
@@ -554,15 +516,6 @@ class Plan:
 
     # The filter
 
-    def _filter_affords(self, ledger: Ledger, step: Step, allowed: Filter) -> bool:
-        counts = [n for n in (self.updates, allowed.stop_after) if n is not None]
-        if any(ledger.updates >= count for count in counts) or ledger.trials >= self.trials:
-            return False
-        if self.tail(ledger.record(step, updates=1)) > self.tail_allowance:
-            return False
-        spent = RenyiFilter(allowed.order, allowed.allowance, self.divergence(ledger))
-        return spent.affords(self.cost(step))
-
     def _paid(self, ledger: Ledger) -> list[tuple[Step, int]]:
         """How often each step of a ledger is charged."""
         return [
@@ -591,43 +544,15 @@ class Plan:
         return noise_tail(charges, verdicts_charged=not self.charges_accepted)
 
     @property
-    def tail_allowance(self) -> float:
-        """What it may take behind a filter."""
-        return TAIL_SHARE * self.budget.delta
-
-    def _kept_of(self, delta: float) -> float:
-        return kept_delta(delta, capped=self.charges_accepted)
-
-    @property
     def kept_budget(self) -> Budget:
         """The budget without what is set aside: what an allowance is made for."""
-        return Budget(self.budget.epsilon, self._kept_of(self.budget.delta))
+        kept = kept_delta(self.budget.delta, capped=self.charges_accepted)
+        return Budget(self.budget.epsilon, kept)
 
     def left_after_setup(self) -> float:
         """The allowance without what happens before the first step."""
         assert self.filter is not None
-        setup = sum(event_divergence(event, self.filter.order) for event in self.setup)
-        return self.filter.allowance - setup
-
-    def noise_for(
-        self, sample_rate: float, price: float, test: Test | NoisyChoice | None = None
-    ) -> float:
-        """The least noise at which an update of this rate costs at most `price` of the allowance.
-
-        The rate may come from released values only. So the noise does too.
-        """
-
-        def cost(noise: float) -> float:
-            return self.cost(Trial(SampledGaussian(sample_rate, noise), test))
-
-        noise = least_noise(cost, price)
-        if noise is None:
-            raise BudgetError(
-                f"an update at rate {sample_rate:g} costs more than its share of the budget, "
-                "whatever the noise; raise epsilon, make fewer updates or weaken the test",
-                code="budget-too-small",
-            )
-        return noise
+        return self.filter.allowance - self.divergence(Ledger(setup=self.setup))
 
     # Other plans
 
@@ -713,13 +638,6 @@ class Plan:
             "epsilon": None if math.isinf(epsilon) else epsilon,  # which JSON can write
             "delta": self.budget.delta,
             "accounting": self.accounting,
-            **self.mechanism(),
-        }
-
-    def mechanism(self) -> dict[str, Any]:
-        """The same without budget and accounting."""
-        allowed = self.filter
-        return {
             "phases": [
                 {
                     "step": event_to_json(phase.step),
@@ -731,13 +649,7 @@ class Plan:
                 }
                 for phase in self.phases
             ],
-            "filter": None
-            if allowed is None
-            else {
-                "order": allowed.order,
-                "allowance": allowed.allowance,
-                "stop_after": allowed.stop_after,
-            },
+            "filter": None if self.filter is None else asdict(self.filter),
             "setup": [event_to_json(event) for event in self.setup],
             "on_reject": self.on_reject,
             "to_the_cap": self.run_all_trials,
@@ -747,26 +659,23 @@ class Plan:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Plan":
-        epsilon = values["epsilon"]
+        epsilon, phases = values["epsilon"], []
+        for phase in values["phases"]:
+            events = {name: phase[name] for name in ("step", "test", "steering")}
+            read = {n: None if e is None else event_from_json(e) for n, e in events.items()}
+            phases.append(Phase(**{**phase, **read}))
         checks.one_of("on_reject", values["on_reject"], (RESTORE, KEEP_MOMENTUM))
         return Plan(
             budget=Budget(math.inf if epsilon is None else epsilon, values["delta"]),
             accounting=values["accounting"],
-            phases=tuple(_phase_from_json(phase) for phase in values["phases"]),
+            phases=tuple(phases),
             setup=tuple(event_from_json(event) for event in values["setup"]),
             on_reject=values["on_reject"],
             run_all_trials=values["to_the_cap"],
-            filter=None if values["filter"] is None else Filter(**values["filter"]),
+            filter=None if values["filter"] is None else RenyiFilter(**values["filter"]),
             searches=values["searches"],
             may_stop=values["may_stop"],
         )
-
-
-def _phase_from_json(values: Mapping[str, Any]) -> Phase:
-    fields = dict(values)
-    for name in ("step", "test", "steering"):
-        fields[name] = None if values[name] is None else event_from_json(values[name])
-    return Phase(**fields)
 
 
 def kept_delta(delta: float, *, capped: bool) -> float:

@@ -10,7 +10,7 @@ from functools import cache
 
 from dpsur import checks
 from dpsur.errors import BudgetError
-from dpsur.privacy.accountants.noise_tail import noise_tail, tail_refusal
+from dpsur.privacy.accountants.noise_tail import check_tail, noise_tail
 from dpsur.privacy.accountants.proven import event_divergence
 from dpsur.privacy.accountants.rdp import (
     RenyiFilter,
@@ -32,7 +32,6 @@ from dpsur.privacy.plan import (
     TAIL_SHARE,
     TRIALS,
     BlockTest,
-    Filter,
     Phase,
     Plan,
     kept_delta,
@@ -96,74 +95,57 @@ class Request:
     trial_with: Callable[[float], Trial]
     noise_multiplier: float | None
     count: int | None
-    default_count: int
+    default_count: int = 0
     setup: tuple[Event, ...] = ()
     on_reject: str = RESTORE
+
+    def charges(self, noise: float, count: int) -> Charges:
+        return planned_charges(self.setup, self.trial_with(noise), count)
 
 
 def make_plan(request: Request, budget: Budget, accounting_name: str) -> Plan:
     """Settle noise and count against the budget; an impossible request is an error here."""
     accounting = accounting_named(accounting_name)
-    noise = request.noise_multiplier
+    noise, count = request.noise_multiplier, request.count
     accounting.check(request.trial_with(1.0 if noise is None else noise), request.on_reject)
-    if noise is None:
-        count = request.default_count if request.count is None else request.count
-        checks.at_least_one("the number of updates", count)
-        noise = _calibrated_noise(request, accounting, budget, count)
-    elif request.count is None:
+    if noise is not None and count is None:
         count = _affordable_count(request, accounting, budget, noise)
-    else:
-        count = request.count
-        checks.at_least_one("the number of updates", count)
-        _check_fits(request, accounting, budget, noise, count)
-    trial = request.trial_with(noise)
-    if accounting.charges == "trials" or trial.gate is None:
-        updates = None if accounting.charges == "trials" else count
-        trials = count
-    else:
-        updates, trials = count, trial_cap(trial.gate, count, budget)
+    count = request.default_count if count is None else count
+    checks.at_least_one("the number of updates", count)
+    if noise is None:
+        noise = _calibrated_noise(request, accounting, budget, count)
+    elif request.count is not None:
+        charges = request.charges(noise, count)
+        check_tail(accounting.noise_tail(charges), noise, count, budget.delta)
+        epsilon = accounting.epsilon(charges, budget.delta)
+        if epsilon > budget.epsilon:
+            raise BudgetError(
+                f"noise multiplier {noise:g} over {count} charged trials or updates spends epsilon "
+                f"{epsilon:.4g}, above the budget of {budget.epsilon:g}: raise epsilon, or leave "
+                "out either the noise multiplier or the count so that it is chosen to fit",
+                code="over-budget",
+            )
+    trial, updates, trials = request.trial_with(noise), None, count
+    if accounting.charges == "updates":
+        updates = count
+        trials = count if trial.gate is None else trial_cap(trial.gate, count, budget)
     return repeated_plan(
         budget, accounting.name, trial, trials, updates, request.setup, request.on_reject
     )
 
 
-def _check_fits(
-    request: Request, accounting: Accounting, budget: Budget, noise: float, count: int
-) -> None:
-    _check_tail(request, accounting, budget, noise, count)
-    epsilon = accounting.planned(request.setup, request.trial_with(noise), count, budget.delta)
-    if epsilon > budget.epsilon:
-        raise BudgetError(
-            f"noise multiplier {noise:g} over {count} charged trials or updates spends epsilon "
-            f"{epsilon:.4g}, above the budget of {budget.epsilon:g}: raise epsilon, or leave out "
-            "either the noise multiplier or the count so that it is chosen to fit",
-            code="over-budget",
-        )
-
-
-def _check_tail(
-    request: Request, accounting: Accounting, budget: Budget, noise: float, count: int
-) -> None:
-    """Refuse noise whose missing tail alone spends delta."""
-    charges = planned_charges(request.setup, request.trial_with(noise), count)
-    refusal = tail_refusal(accounting.noise_tail(charges), noise, count, budget.delta)
-    if refusal is not None:
-        raise BudgetError(refusal, code="noise-tail")
-
-
 def _affordable_count(
     request: Request, accounting: Accounting, budget: Budget, noise: float
 ) -> int:
-    trial = request.trial_with(noise)
-    if isinstance(trial.update, NonPrivate):
+    if isinstance(request.trial_with(noise).update, NonPrivate):
         raise BudgetError("a method without noise has no finite epsilon; give the updates")
 
     def epsilon_of(count: int) -> float:
-        return accounting.planned(request.setup, trial, count, budget.delta)
+        return accounting.epsilon(request.charges(noise, count), budget.delta)
 
     count = most_repetitions(epsilon_of, budget.epsilon)
     if count == 0:
-        _check_tail(request, accounting, budget, noise, 1)
+        check_tail(accounting.noise_tail(request.charges(noise, 1)), noise, 1, budget.delta)
         raise BudgetError(
             f"epsilon {budget.epsilon:g} is too small for a single update, which spends "
             f"{epsilon_of(1):.4g} at noise multiplier {noise:g}; "
@@ -177,58 +159,53 @@ def _calibrated_noise(
     request: Request, accounting: Accounting, budget: Budget, count: int
 ) -> float:
     def epsilon_of(noise: float) -> float:
-        return accounting.planned(request.setup, request.trial_with(noise), count, budget.delta)
+        return accounting.epsilon(request.charges(noise, count), budget.delta)
 
     def ideal_epsilon_of(noise: float) -> float:
-        charges = planned_charges(request.setup, request.trial_with(noise), count)
-        return accounting.ideal_epsilon(charges, budget.delta)
+        return accounting.ideal_epsilon(request.charges(noise, count), budget.delta)
 
-    def search() -> float | None:
-        # The tail of the noise seldom matters, and then the noise does not depend on its bound.
-        ideal = _refined_noise(request, accounting, budget, count, ideal_epsilon_of)
-        return noise_at_least(epsilon_of, budget.epsilon, ideal)
+    def untested(noise: float) -> float:
+        update = Trial(request.trial_with(noise).update)
+        return composed_epsilon(planned_charges(request.setup, update, count), budget.delta)
+
+    def ideal() -> float | None:
+        """The least noise; where a figure takes long, from a guess by the one that it refines."""
+        if accounting.refines is None:
+            return least_noise(ideal_epsilon_of, budget.epsilon)
+        looser, guess = accounting_named(accounting.refines), None
+
+        def rough(noise: float) -> float:
+            return looser.ideal_epsilon(request.charges(noise, count), budget.delta)
+
+        start = least_noise(untested, budget.epsilon)
+        if start is not None:
+            guess = noise_near(rough, budget.epsilon, start, ROUGHLY)
+        if guess is None:  # what is too much by the looser figure may still fit
+            return least_noise(ideal_epsilon_of, budget.epsilon)
+        return noise_near(ideal_epsilon_of, budget.epsilon, REFINED * guess)
 
     trials = (request.trial_with(1.0), request.trial_with(2.0))
-    question = ("fixed", accounting.name, budget, count, request.setup, trials)
-    noise = cached(question, search, lambda noise: epsilon_of(noise) <= budget.epsilon)
+    noise = cached(
+        ("fixed", accounting.name, budget, count, request.setup, trials),
+        # The tail of the noise seldom matters, and then the noise does not depend on its bound.
+        lambda: noise_at_least(epsilon_of, budget.epsilon, ideal()),
+        lambda noise: epsilon_of(noise) <= budget.epsilon,
+    )
+    tests = trials[0].test is not None
+    return _enough(
+        noise, budget, count, ", or lower val_batch_size or raise val_noise_multiplier" * tests
+    )
+
+
+def _enough(noise: float | None, budget: Budget, updates: int | None, remedy: str = "") -> float:
+    """The noise that was found; refuses where none is enough."""
     if noise is None:
-        test = trials[0].test is not None
         raise BudgetError(
-            f"epsilon {budget.epsilon:g} is too small for {count} updates, whatever the noise: "
-            "raise epsilon or make fewer updates"
-            + (", or lower val_batch_size or raise val_noise_multiplier" if test else ""),
+            f"epsilon {budget.epsilon:g} is too small for {updates} updates, whatever the noise: "
+            f"raise epsilon or make fewer updates{remedy}",
             code="budget-too-small",
         )
     return noise
-
-
-def _refined_noise(
-    request: Request,
-    accounting: Accounting,
-    budget: Budget,
-    count: int,
-    epsilon_of: Callable[[float], float],
-) -> float | None:
-    """The least noise; where a figure takes long, from a guess by the one that it refines."""
-    if accounting.refines is None:
-        return least_noise(epsilon_of, budget.epsilon)
-    looser = accounting_named(accounting.refines)
-
-    def charges(noise: float, *, tested: bool) -> Charges:
-        trial = request.trial_with(noise)
-        return planned_charges(request.setup, trial if tested else Trial(trial.update), count)
-
-    def untested(noise: float) -> float:
-        return composed_epsilon(charges(noise, tested=False), budget.delta)
-
-    def rough(noise: float) -> float:
-        return looser.ideal_epsilon(charges(noise, tested=True), budget.delta)
-
-    start = least_noise(untested, budget.epsilon)
-    guess = None if start is None else noise_near(rough, budget.epsilon, start, ROUGHLY)
-    if guess is None:  # what is too much by the looser figure may still fit
-        return least_noise(epsilon_of, budget.epsilon)
-    return noise_near(epsilon_of, budget.epsilon, REFINED * guess)
 
 
 # --- steps that are free to depend on what was released -----------------------------------------
@@ -253,18 +230,13 @@ def filtered_plan(
     )
     cost = step_divergence(typical, best.order, selected=selected)
     count = updates or (min(trials, int(best.allowance / cost)) if cost > 0 else trials)
-    tail = noise_tail(
-        [*((event, 1) for event in setup), (typical, count)], verdicts_charged=not selected
-    )
-    noise = getattr(typical.update, "noise_multiplier", 0.0)
-    refusal = tail_refusal(tail / TAIL_SHARE, noise, count, budget.delta)
-    if refusal is not None:
-        raise BudgetError(refusal, code="noise-tail")
+    charges = [*((event, 1) for event in setup), (typical, count)]
+    tail = noise_tail(charges, verdicts_charged=not selected) / TAIL_SHARE
+    check_tail(tail, getattr(typical.update, "noise_multiplier", 0.0), count, budget.delta)
     if selected and typical.gate is not None and updates is not None:
         trials = trial_cap(typical.gate, updates, budget)
     phase = Phase(typical, updates, TRIALS if updates is None else ACCEPTED, trials)
-    allowed = Filter(best.order, best.allowance)
-    return Plan(budget, accounting, (phase,), setup, on_reject, filter=allowed)
+    return Plan(budget, accounting, (phase,), setup, on_reject, filter=best)
 
 
 def least_plan_noise(plan_with: Callable[[float], Plan]) -> float | None:
@@ -344,8 +316,13 @@ def plan_blocks(
     """
 
     def plan_with(noise: float, of_tests: float) -> Plan:
-        update, scaled = _updates(sample_rate, noise, menu)
-        test = _test(test_rate, of_tests)
+        scaled, update = menu, SampledGaussian(sample_rate, noise)
+        if menu is not None:
+            scaled = menu.scaled(noise / menu.choices[0].noise_multiplier)
+            update = scaled.choices[0]
+        test: BlockTest = Gaussian(of_tests)
+        if test_rate is not None:
+            test = SampledGaussian(test_rate, of_tests)
         return block_plan(
             budget, accounting, update, test, blocks, setup, scaled, steering, searches=searches
         )
@@ -354,15 +331,17 @@ def plan_blocks(
         given = test_noise
         return _with_least_noise(lambda noise: plan_with(noise, given))
     noise = noise_multiplier
-    if noise is None:
-        noise = (1 + tests_cost) * _noise_without_tests(plan_with)
+    if noise is None:  # the least at which the updates fit the budget on their own, and more
+        plan = plan_with(1.0, LEAST_TEST_NOISE)
+        least = cached_noise(
+            ("blocks without tests", plan),
+            lambda noise: plan_with(noise, LEAST_TEST_NOISE).epsilon_without_tests(),
+            budget.epsilon,
+        )
+        noise = (1 + tests_cost) * _enough(least, budget, plan.updates)
     if test_noise is None:
-
-        def with_tests(value: float) -> float:
-            return plan_with(noise, value).epsilon()
-
         question = ("tests of blocks", plan_with(noise, 1.0))
-        least = cached_noise(question, with_tests, budget.epsilon)
+        least = cached_noise(question, lambda of: plan_with(noise, of).epsilon(), budget.epsilon)
         if least is None:
             raise BudgetError(
                 f"updates at noise multiplier {noise:g} leave nothing of epsilon "
@@ -398,13 +377,7 @@ def _with_least_noise(plan_with: Callable[[float], Plan]) -> Plan:
         lambda: least_plan_noise(plan_with),
         lambda noise: plan_with(noise).epsilon() <= epsilon,
     )
-    if noise is None:
-        raise BudgetError(
-            f"epsilon {epsilon:g} is too small for {plan.updates} updates, whatever the noise; "
-            "raise epsilon or make fewer updates",
-            code="budget-too-small",
-        )
-    return plan_with(noise)
+    return plan_with(_enough(noise, plan.budget, plan.updates))
 
 
 def cheapest_test(dataset_size: int, error: float) -> tuple[float, float]:
@@ -430,38 +403,3 @@ def cheapest_test(dataset_size: int, error: float) -> tuple[float, float]:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if affordable(middle) else (middle, high)
     return (1.0, whole) if high > MOST_SAMPLED else (high, noise_at(high))
-
-
-def _test(sample_rate: float | None, noise_multiplier: float) -> BlockTest:
-    """The test of a block: on all records, or on a Poisson sample of them."""
-    if sample_rate is None:
-        return Gaussian(noise_multiplier)
-    return SampledGaussian(sample_rate, noise_multiplier)
-
-
-def _updates(
-    sample_rate: float, noise: float, menu: Menu | None
-) -> tuple[SampledGaussian, Menu | None]:
-    """The update of this noise, and the menu that it is the first choice of."""
-    if menu is None:
-        return SampledGaussian(sample_rate, noise), None
-    scaled = menu.scaled(noise / menu.choices[0].noise_multiplier)
-    return scaled.choices[0], scaled
-
-
-def _noise_without_tests(plan_with: Callable[[float, float], Plan]) -> float:
-    """The least noise at which the updates fit the budget on their own."""
-
-    def epsilon_of(noise: float) -> float:
-        plan = plan_with(noise, LEAST_TEST_NOISE)
-        return plan.epsilon_without_tests()
-
-    plan = plan_with(1.0, LEAST_TEST_NOISE)
-    found = cached_noise(("blocks without tests", plan), epsilon_of, plan.budget.epsilon)
-    if found is None:
-        raise BudgetError(
-            f"epsilon {plan.budget.epsilon:g} is too small for {plan.updates} updates, whatever "
-            "the noise; raise epsilon or make fewer updates",
-            code="budget-too-small",
-        )
-    return found

@@ -13,15 +13,13 @@ privacy. Files hold public numbers only.
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 
-from dpsur.environment import cache_folder, versions
+from dpsur.environment import cache_folder, versions, write_cache
 from dpsur.errors import BudgetError, DpsurError
 
 MOST_REPETITIONS = 10_000_000
@@ -204,16 +202,20 @@ def cached(
     """What a search found before for the same question, if it fits; otherwise what it finds now."""
     if not _enabled.get():
         return search()
+    name = hashlib.sha256(f"{code()}\n{question!r}".encode()).hexdigest()
     try:
-        path = cache_folder() / "calibrations" / f"{_digest(question)}.json"
+        path = cache_folder() / "calibrations" / f"{name}.json"
     except DpsurError:  # there is no folder for caches
         return search()
-    found = _read(path)
-    if found is None or not fits(found):
-        found = search()
-        if found is not None:
-            _write(path, found)
-    return found
+    found = None
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = json.loads(path.read_text(encoding="utf-8"))["noise_multiplier"]
+    if isinstance(found, float) and 0 < found <= MOST_NOISE and fits(found):
+        return found
+    noise = search()
+    if noise is not None:
+        write_cache(path, json.dumps({"noise_multiplier": noise}))
+    return noise
 
 
 def cached_noise(
@@ -228,10 +230,6 @@ def cached_noise(
     )
 
 
-def _digest(question: object) -> str:
-    return hashlib.sha256(f"{code()}\n{question!r}".encode()).hexdigest()
-
-
 @cache
 def code() -> str:
     """What a search depends on beside its question: the code of this package, and versions."""
@@ -239,20 +237,3 @@ def code() -> str:
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _read(path: Path) -> float | None:
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        found = json.loads(path.read_text(encoding="utf-8"))["noise_multiplier"]
-        if isinstance(found, float) and 0 < found <= MOST_NOISE:
-            return found
-    return None
-
-
-def _write(path: Path, noise: float) -> None:
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"noise_multiplier": noise}, file)
-        Path(temporary).replace(path)

@@ -223,7 +223,7 @@ def privacy_statement(
         "sampler": words[f"{unit} sampler{' by record' * (SAMPLED_BY in facts.public)}"],
         "independence": {"how": facts.independence, "meaning": words[facts.independence]},
         "mechanism": stated_mechanism(plan, ledger),
-        "accepted_updates": ledger.updates if plan.verdicts_are_public else plan.kept,
+        "accepted_updates": plan.kept if plan.charges_accepted else ledger.updates,
         "method": facts.method,
         "settings": used_settings(with_counts(plan, facts.settings)),
         "released": [words["average" if facts.average else "last weights"]],
@@ -363,7 +363,7 @@ def stated_mechanism(plan: Plan, ledger: Ledger) -> dict[str, Any]:
         steered["steps"] = [
             {
                 "step": event_to_json(entry.step),
-                "charged": entry.trials if plan.verdicts_are_public else entry.updates,
+                "charged": entry.updates if plan.charges_accepted else entry.trials,
             }
             for entry in ledger.entries
         ]

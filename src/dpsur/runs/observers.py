@@ -517,7 +517,7 @@ def check_track(name: str) -> None:
 
 def check_tracked_plan(plan: Plan) -> None:
     """Refuse a run whose pace tells how many updates were rejected, where that is private."""
-    if plan.typical.gate is not None and not plan.verdicts_are_public:
+    if plan.typical.gate is not None and plan.charges_accepted:
         raise InvalidInputError(
             "track notes the time of every figure, and how long updates take tells how many "
             f"candidates were rejected, which is private under accounting {plan.accounting}; leave "

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 from scipy.special import gammaincc, gammaln, xlogy
 
+from dpsur.errors import BudgetError
 from dpsur.privacy.accountants.losses import joining
 from dpsur.privacy.events import (
     Event,
@@ -49,16 +50,16 @@ def noise_tail(charges: Sequence[tuple[Event, int]], *, verdicts_charged: bool) 
     return min(lost, 1.0)
 
 
-def tail_refusal(tail: float, noise_multiplier: float, count: int, delta: float) -> str | None:
-    """Why a run is refused whose noise is too small for its delta; None where it is not."""
-    if tail < delta:
-        return None
-    return (
-        f"noise multiplier {noise_multiplier:g} is too small for delta {delta:g}: noise ends at "
-        f"{LARGEST_RADIUS:.2f} standard deviations, and over {count} charged trials or updates "
-        f"what lies beyond adds {tail:.2g} to delta; raise the noise multiplier or delta, or make "
-        "fewer updates"
-    )
+def check_tail(tail: float, noise_multiplier: float, count: int, delta: float) -> None:
+    """Refuse noise whose missing tail alone spends delta."""
+    if tail >= delta:
+        raise BudgetError(
+            f"noise multiplier {noise_multiplier:g} is too small for delta {delta:g}: noise ends "
+            f"at {LARGEST_RADIUS:.2f} standard deviations, and over {count} charged trials or "
+            f"updates what lies beyond adds {tail:.2g} to delta; raise the noise multiplier or "
+            "delta, or make fewer updates",
+            code="noise-tail",
+        )
 
 
 @lru_cache(maxsize=4096)

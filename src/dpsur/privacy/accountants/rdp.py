@@ -67,17 +67,23 @@ def epsilon_at(order: float, divergence: float, delta: float) -> float:
 
 @dataclass(frozen=True)
 class RenyiFilter:
-    """An allowance of Rényi divergence at one order, and what is spent of it.
+    """An allowance of Rényi divergence at one order, both fixed before the run.
+
+    A composition theorem with parameters fixed in advance does not cover a sampling rate that is
+    read off a noisy norm, or a noise level raised because progress stalled. A filter does: the run
+    ends before the divergences of its steps add up to more than the allowance (Feldman and Zrnic
+    2021, arXiv:2008.11193; Lécuyer 2021, arXiv:2103.01379). It may end earlier, after `stop_after`
+    updates.
 
     Formal guarantee: if every step of a run was asked for with `affords` before it was taken and
-    added to `spent`, each charge being a bound on the step's divergence of that order given
+    added to what is spent, each charge being a bound on the step's divergence of that order given
     all that was released before, in both directions, then the run is (epsilon, delta)-DP for the
     budget that the filter was made for.
     """
 
     order: float
     allowance: float
-    spent: float = 0.0
+    stop_after: int | None = None
 
     @staticmethod
     def for_budget(budget: Budget, order: float) -> "RenyiFilter":
@@ -109,10 +115,10 @@ class RenyiFilter:
         orders = (1.0 + 0.1 * 1.2**step for step in range(1, 44))
         return max((RenyiFilter.for_budget(budget, order) for order in orders), key=steps)
 
-    def affords(self, rdp: float) -> bool:
+    def affords(self, spent: float, charge: float) -> bool:
         """Whether a step of this divergence fits. To be asked before the step is taken."""
-        checks.non_negative("the divergence of a step", rdp)
-        return self.spent + rdp <= self.allowance
+        checks.non_negative("the divergence of a step", charge)
+        return spent + charge <= self.allowance
 
 
 @lru_cache(maxsize=4096)

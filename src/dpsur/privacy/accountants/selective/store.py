@@ -6,9 +6,9 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 
+from dpsur.environment import write_cache
 from dpsur.privacy.accountants.selective.divergence import VERSION, Interval
 
 # Files of a few kilobytes each. Beyond this number those that were longest unused go.
@@ -41,21 +41,10 @@ class Store:
         text = json.dumps(
             {"key": self._key, "values": values, "digest": _digest(self._key, values)}
         )
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(
-                dir=self._path.parent, prefix="selective-", suffix=".tmp"
-            )
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text)
-                is_new = not self._path.exists()
-                Path(temporary).replace(self._path)
-                if is_new:
-                    _drop_oldest(self._path.parent)
-            except OSError:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+        is_new = not self._path.exists()
+        write_cache(self._path, text)
+        if is_new:
+            _drop_oldest(self._path.parent)
         self._fresh = False
 
     def _read(self) -> dict[str, Interval]:
