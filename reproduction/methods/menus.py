@@ -84,7 +84,7 @@ def menu_around(typical: SampledGaussian, order: int, repeats: int) -> Menu:
 def noise_for(
     plan: Plan, sample_rate: float, price: float, test: Test | NoisyChoice | None = None
 ) -> float:
-    """The least noise at which an update of this rate costs at most `price` of a filter's allowance.
+    """The least noise at which an update of this rate costs at most `price` of the allowance.
 
     The rate may come from released values only. So the noise does too.
     """

@@ -12,7 +12,7 @@ import pytest
 from dpsur.privacy.accountants import proven
 from dpsur.privacy.accountants.proven import DIRECTIONS, SelectiveUpdate
 from dpsur.privacy.accountants.rdp import epsilon_at
-from dpsur.privacy.accountants.selective import FINE, Interval, divergence
+from dpsur.privacy.accountants.selective.divergence import FINE, Interval, divergence
 from dpsur.privacy.events import LossTest
 
 DELTA = 1e-5
@@ -38,9 +38,9 @@ ROW = REFERENCE[1][0]
 def empty_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Results are looked up and stored in this folder only, and nothing is remembered after."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    proven._known.cache_clear()
+    proven.known.cache_clear()
     yield folder / "dpsur"
-    proven._known.cache_clear()
+    proven.known.cache_clear()
 
 
 def worse_direction(update: SelectiveUpdate, order: float) -> Interval:

@@ -26,8 +26,7 @@ from dpsur.privacy.accountants.proven import (
     selective_divergence,
 )
 from dpsur.privacy.accountants.rdp import epsilon_at
-from dpsur.privacy.accountants.selective import Accuracy, divergence
-from dpsur.privacy.accountants.selective.divergence import VERSION
+from dpsur.privacy.accountants.selective.divergence import VERSION, Accuracy, divergence
 from dpsur.privacy.events import CoinTest, Gaussian, LossTest, NonPrivate, SampledGaussian, Trial
 from tests.privacy.selective_cases import (
     DELTA,
@@ -267,7 +266,7 @@ def test_cache_repeats_the_answer_without_computing(cache, monkeypatch):
     first = epsilon(ROW, 50)
     monkeypatch.setattr(proven, "divergence", lambda *_: pytest.fail("computed again"))
     assert epsilon(ROW, 50) == first
-    proven._known.cache_clear()  # another process knows only what is on disk
+    proven.known.cache_clear()  # another process knows only what is on disk
     assert epsilon(ROW, 50) == first
     (path,) = cache.iterdir()
     assert path.match("selective-*.json")
@@ -294,7 +293,7 @@ def test_damaged_cache_is_ignored(cache, damage):
     else:
         text = "" if damage == "empty" else "[1, 2]"
     path.write_text(text)
-    proven._known.cache_clear()
+    proven.known.cache_clear()
     assert [selective_divergence(ROW, 3.0, d) for d in DIRECTIONS] == good
     assert json.loads(path.read_text())["key"][0] == VERSION
 

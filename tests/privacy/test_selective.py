@@ -16,8 +16,15 @@ from scipy.optimize import minimize
 
 from dpsur.privacy.accountants.proven import DIRECTIONS
 from dpsur.privacy.accountants.rdp import epsilon_at
-from dpsur.privacy.accountants.selective import COARSE, FINE, divergence, pair
-from dpsur.privacy.accountants.selective.divergence import attack, envelope, tangent
+from dpsur.privacy.accountants.selective import pair
+from dpsur.privacy.accountants.selective.divergence import (
+    COARSE,
+    FINE,
+    attack,
+    divergence,
+    envelope,
+    tangent,
+)
 from dpsur.privacy.accountants.selective.pair import bracket, frame, mesh, phi, phi_at, vertices
 from tests.privacy.selective_cases import (
     DELTA,

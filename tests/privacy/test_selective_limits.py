@@ -16,8 +16,7 @@ from dp_accounting.rdp import rdp_privacy_accountant as dp_rdp
 from scipy.special import ndtr
 
 from dpsur.privacy.accountants.proven import DIRECTIONS, SelectiveUpdate
-from dpsur.privacy.accountants.selective import COARSE, divergence
-from dpsur.privacy.accountants.selective.divergence import crude
+from dpsur.privacy.accountants.selective.divergence import COARSE, crude, divergence
 from dpsur.privacy.accountants.selective.pair import bracket
 from dpsur.privacy.events import CoinTest
 from tests.privacy.selective_cases import exact_moment

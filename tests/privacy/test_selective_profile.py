@@ -362,7 +362,7 @@ def test_single_updates_are_dominated_at_a_higher_price(monkeypatch):
 @pytest.mark.usefixtures("forgotten")
 def test_a_figure_is_looked_up_before_it_is_computed(monkeypatch):
     figure = epsilon(ROW, 20)
-    proven._known.cache_clear()
+    proven.known.cache_clear()
 
     def fail(*_):
         raise AssertionError("computed again")

@@ -21,9 +21,9 @@ from dpsur.privacy.planning import plan_blocks
 def test_the_cache_of_the_package_comes_before_the_general_one(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "general"))
     monkeypatch.setenv("DPSUR_CACHE", str(tmp_path / "own"))
-    proven._known.cache_clear()
+    proven.known.cache_clear()
     selective_divergence(SelectiveUpdate(0.02, 3.0, 0.0, 1.0), 3.0, "add")
-    proven._known.cache_clear()
+    proven.known.cache_clear()
     assert list((tmp_path / "own").glob("selective-*.json"))
     assert not (tmp_path / "general").exists()
 

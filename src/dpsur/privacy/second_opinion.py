@@ -116,8 +116,10 @@ def opinions(
     """
     found: list[Opinion] = []
     for name, (epsilon, charges) in figures.items():
-        accounting = _guarantee(name)
-        if accounting is None or not math.isfinite(epsilon):
+        if name == "proven_lower" or not math.isfinite(epsilon):
+            continue
+        accounting = accounting_named(name.replace("_", "-"))
+        if not accounting.proved:
             continue
         given = _opinion(name, epsilon, charges, accounting, delta, filtered)
         same = [
@@ -129,14 +131,6 @@ def opinions(
         else:
             found.append(given)
     return found
-
-
-def _guarantee(name: str) -> Accounting | None:
-    """The accounting of a figure, where that is a guarantee."""
-    if name == "proven_lower":
-        return None
-    accounting = accounting_named(name.replace("_", "-"))
-    return accounting if accounting.proved else None
 
 
 def _charges(plan: Plan, mechanism: Mapping[str, Any], key: str) -> Charges | None:
@@ -213,15 +207,15 @@ def _gaussians(
     match event:
         case Gaussian() | SampledGaussian():
             yield event, count
-        case LossTest(sample_rate=q, noise_multiplier=sigma):
-            yield SampledGaussian(q, sigma), count
+        case LossTest():
+            yield event.noisy_difference, count
         case Menu(choices=choices, repeats=repeats):
             yield choices[min(choice, len(choices) - 1)], repeats * count
         case Trial(update=update, test=test):
             assert not isinstance(update, NonPrivate)  # whose epsilon is infinite
             yield update, count
             if isinstance(test, LossTest) and not selected:
-                yield SampledGaussian(test.sample_rate, test.noise_multiplier), count
+                yield test.noisy_difference, count
 
 
 @lru_cache(maxsize=16)

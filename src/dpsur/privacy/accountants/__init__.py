@@ -4,12 +4,11 @@
 |--------------|---------------------------------------------------|------------------------------|
 | `pld`        | privacy loss distributions                        | `every-trial`, and `proven`  |
 |              |                                                   | where nothing is selected    |
-| `losses`     | one such distribution on a grid: of a mechanism,  | `pld`, `menu`                |
+| `losses`     | one such distribution on a grid: of a mechanism,  | `pld`                        |
 |              | repeated, composed; its epsilon                   |                              |
 | `proven`     | certified Rényi divergences of accepted updates   | `proven`, privacy filters    |
 | `rdp`        | Rényi divergences at integer orders, as in the    | `published`                  |
 |              | paper; the conversion to epsilon that others use  |                              |
-| `menu`       | the worst of several sampled Gaussians, for `pld` | plans with a menu of updates |
 | `selective`  | one accepted update, from above and from below    | `proven`                     |
 | `noise_tail` | what the missing tail of the noise adds to delta  | all                          |
 

@@ -123,9 +123,10 @@ def _distribution(q: float, sigma: float, width: float, records: int = 1) -> Los
 
 
 def _parts(event: Event) -> tuple[Event, ...]:
-    if isinstance(event, Trial):
-        return (event.update,) if event.test is None else (event.update, event.test)
-    return (event,)
+    """The mechanisms of an event, those of a trial one after the other."""
+    found = (event.update, event.test) if isinstance(event, Trial) else (event,)
+    each = (part.noisy_difference if isinstance(part, LossTest) else part for part in found)
+    return tuple(part for part in each if part is not None)
 
 
 @lru_cache(maxsize=64)
@@ -156,10 +157,6 @@ def _composed(event: _Part, count: int, width: float) -> LossDistribution:
             return _distribution(1.0, sigma / math.sqrt(count), width)
         case SampledGaussian(sample_rate=q, noise_multiplier=sigma, records=records):
             return _distribution(q, sigma, width, records).repeated(count)
-        case LossTest(sample_rate=q, noise_multiplier=sigma):
-            # The verdict is a function of a sampled Gaussian of sensitivity 2 C_v and noise
-            # 2 C_v sigma_v; charging that mechanism is an upper bound by post-processing.
-            return _distribution(q, sigma, width).repeated(count)
         case NoisyChoice():
             return pure(event.amplified, width).repeated(count)
         case Menu():
@@ -175,49 +172,42 @@ class _Shape(NamedTuple):
 
 
 def _shape(event: _Part, count: int) -> _Shape:
-    if isinstance(event, _Accepted):
-        return _selected_shape(event.update, count)
-    if isinstance(event, NoisyChoice):
-        return _Shape(event.amplified, count * event.amplified)
-    if isinstance(event, Menu):
-        shapes = [_shape(choice, event.repeats * count) for choice in event.choices]
-        return _Shape(min(one.step for one in shapes), max(one.reach for one in shapes))
-    if not isinstance(event, SampledGaussian | LossTest | Gaussian):
-        return _Shape(math.inf, 0.0)
-    if isinstance(event, SampledGaussian) and event.records > 1:
-        return _group_shape(event, count)
-    q = 1.0 if isinstance(event, Gaussian) else event.sample_rate
-    unsampled = precision(event.noise_multiplier) / 2
-    # The chi-square divergence gives mean and variance where the noise is large. Where it is
-    # small, a record in the batch shows plainly and one outside of it not at all.
-    chi_square = q * q * math.expm1(min(2 * unsampled, 700.0))
-    mean = min(q * unsampled, math.log1p(chi_square))
-    variance = min(q * unsampled * (unsampled + 2), chi_square)
-    largest = unsampled + 10 / event.noise_multiplier
+    together = 1  # parts that are composed as one
+    match event:
+        case NoisyChoice():
+            return _Shape(event.amplified, count * event.amplified)
+        case Menu(choices=choices, repeats=repeats):
+            shapes = [_shape(choice, repeats * count) for choice in choices]
+            return _Shape(min(one.step for one in shapes), max(one.reach for one in shapes))
+        case _Accepted(update=update):
+            whole = proven.Composition(((update, 1),))
+            mean = max(whole.divergence(2.0, d, COARSE).upper for d in proven.DIRECTIONS)
+            variance = math.expm1(min(mean, 50.0))
+            largest = precision(update.noise_multiplier) / 2 + 10 / update.noise_multiplier
+            together = min(count, BLOCK)
+        case SampledGaussian(records=records) if records > 1:
+            counts, chances = joining(event)
+            precise = precision(event.noise_multiplier)
+            powers = np.minimum(np.outer(counts, counts) * precise, 700.0)
+            chi_square = float(chances @ np.expm1(powers) @ chances)
+            joined = float(chances @ counts**2) * precise / 2
+            mean = min(joined, math.log1p(chi_square))
+            variance = min(joined * (records**2 * precise / 2 + 2), chi_square)
+            largest = records**2 * precise / 2 + 10 * records / event.noise_multiplier
+        case SampledGaussian() | Gaussian():
+            q = 1.0 if isinstance(event, Gaussian) else event.sample_rate
+            unsampled = precision(event.noise_multiplier) / 2
+            # The chi-square divergence gives mean and variance where the noise is large. Where it
+            # is small, a record in the batch shows plainly and one outside of it not at all.
+            chi_square = q * q * math.expm1(min(2 * unsampled, 700.0))
+            mean = min(q * unsampled, math.log1p(chi_square))
+            variance = min(q * unsampled * (unsampled + 2), chi_square)
+            largest = unsampled + 10 / event.noise_multiplier
+        case _:
+            return _Shape(math.inf, 0.0)
     reach = count * mean + 8 * math.sqrt(count * variance) + largest
-    return _Shape(math.sqrt(variance) if count > 1 else math.inf, reach)
-
-
-def _group_shape(event: SampledGaussian, count: int) -> _Shape:
-    counts, chances = joining(event)
-    precise = precision(event.noise_multiplier)
-    powers = np.minimum(np.outer(counts, counts) * precise, 700.0)
-    chi_square = float(chances @ np.expm1(powers) @ chances)
-    joined = float(chances @ counts**2) * precise / 2
-    mean = min(joined, math.log1p(chi_square))
-    variance = min(joined * (event.records**2 * precise / 2 + 2), chi_square)
-    largest = event.records**2 * precise / 2 + 10 * event.records / event.noise_multiplier
-    reach = count * mean + 8 * math.sqrt(count * variance) + largest
-    return _Shape(math.sqrt(variance) if count > 1 else math.inf, reach)
-
-
-def _selected_shape(update: proven.SelectiveUpdate, count: int) -> _Shape:
-    whole = proven.Composition(((update, 1),))
-    order_two = max(whole.divergence(2.0, d, COARSE).upper for d in proven.DIRECTIONS)
-    variance = math.expm1(min(order_two, 50.0))
-    largest = precision(update.noise_multiplier) / 2 + 10 / update.noise_multiplier
-    reach = count * order_two + 8 * math.sqrt(count * variance) + largest
-    return _Shape(math.sqrt(variance * min(count, BLOCK)), reach)
+    alone = count == 1 and not isinstance(event, _Accepted)
+    return _Shape(math.inf if alone else math.sqrt(variance * together), reach)
 
 
 def cell_width(parts: Sequence[tuple[_Part, int]]) -> float:
@@ -235,13 +225,10 @@ def cell_width(parts: Sequence[tuple[_Part, int]]) -> float:
     return float(DISCRETIZATION * 2.0 ** max(wanted, needed))
 
 
-def _steps(event: _Part) -> int:
-    return event.repeats if isinstance(event, Menu) else 1
-
-
 def rounding(parts: Sequence[tuple[_Part, int]]) -> float:
     """What the rounding of transforms takes of delta."""
-    return ROUNDING * sum(count * _steps(part) for part, count in parts)
+    repeats = (part.repeats if isinstance(part, Menu) else 1 for part, _ in parts)
+    return ROUNDING * sum(count * each for (_, count), each in zip(parts, repeats, strict=True))
 
 
 def composed_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> float:
@@ -273,7 +260,7 @@ def accepted_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> floa
                 others += [(part, count) for part in _parts(event) if count]
     parts = [*((part, count) for part, count in accepted.items() if count), *others]
     updates = [part.update for part, _ in parts if isinstance(part, _Accepted)]
-    store = proven.stored(updates[0]) if updates else None
+    store = proven.known(updates[0]) if updates else None
     label = f"{PROFILES} {BLOCK} {code()} {float(delta).hex()} {parts!r}"
     value = None if store is None else store.get(label)
     if value is not None:

@@ -6,7 +6,7 @@ of them cost T times that; docs/privacy.md proves it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -112,7 +112,7 @@ class Composition:
         """Rényi divergence of the whole, in one direction."""
         rest = order * self.precision / 2
         parts = [
-            (count, _known(update)(order, direction, accuracy))
+            (count, _divergence(update, order, direction, accuracy))
             for update, count in self.updates
             if count
         ]
@@ -144,7 +144,9 @@ def compose(charges: Sequence[tuple[Event, int]]) -> Composition:
                 assert not isinstance(test, NoisyChoice)
                 check_one_record(event)
                 updates.append((SelectiveUpdate.of(q, sigma, test), count))
-            case SampledGaussian() | LossTest():
+            case LossTest():
+                updates.append((_unselected(event.noisy_difference), count))
+            case SampledGaussian():
                 updates.append((_unselected(event), count))
             case Menu():
                 updates.append((_unselected(event.worst), count * event.repeats))
@@ -175,10 +177,9 @@ def _choice_precision(choice: NoisyChoice) -> float:
     return choice.amplified**2 / 4
 
 
-def _unselected(event: SampledGaussian | LossTest) -> SelectiveUpdate:
-    if isinstance(event, SampledGaussian):
-        event = event.as_one
-    return SelectiveUpdate(event.sample_rate, event.noise_multiplier, 0.0, 1.0)
+def _unselected(update: SampledGaussian) -> SelectiveUpdate:
+    one = update.as_one
+    return SelectiveUpdate(one.sample_rate, one.noise_multiplier, 0.0, 1.0)
 
 
 @lru_cache(maxsize=4096)
@@ -199,9 +200,8 @@ def selective_divergence(
     """
     if not 1.0 < order <= 1024.0:
         raise InvalidInputError(f"the order must be in (1, 1024], got {order}")
-    curve = _known(update)
-    value = curve(order, direction, accuracy)
-    curve.store.flush()
+    value = _divergence(update, order, direction, accuracy)
+    known(update).flush()
     return value
 
 
@@ -223,7 +223,7 @@ def composed_epsilon(
         rival = other.best()
         best = max(best, rival, key=lambda bounds: bounds.upper)
     for update, _ in composition.updates:
-        _known(update).store.flush()
+        known(update).flush()
     return best
 
 
@@ -287,46 +287,35 @@ class _Search:
                 break
             place = lower if rough(lower) < rough(place) else None
         else:
-            place = self._by_thirds(rough)
+            low, high = 0, len(COARSE_ORDERS) - 1
+            while high - low > 2:
+                left, right = low + (high - low) // 3, high - (high - low) // 3
+                if rough(left) <= rough(right):  # ties, as between infinities, go to smaller orders
+                    high = right
+                else:
+                    low = left
+            place = min(range(low, high + 1), key=rough)
         _last_place[self._direction] = place
         return place
 
-    def _by_thirds(self, rough: Callable[[int], float]) -> int:
-        low, high = 0, len(COARSE_ORDERS) - 1
-        while high - low > 2:
-            left, right = low + (high - low) // 3, high - (high - low) // 3
-            if rough(left) <= rough(right):  # ties, as between infinities, go to smaller orders
-                high = right
-            else:
-                low = left
-        return min(range(low, high + 1), key=rough)
-
-
-class _Curve:
-    """Divergences of one update, looked up before they are computed."""
-
-    def __init__(self, update: SelectiveUpdate) -> None:
-        self._update = update
-        self.store = Store(tuple(update), cache_folder())
-
-    def __call__(self, order: float, direction: Direction, accuracy: Accuracy) -> Interval:
-        mesh = f"{accuracy.nodes} {accuracy.most_nodes} {accuracy.gap}"
-        label = f"{direction} {float(order).hex()} {mesh}"
-        value = self.store.get(label)
-        if not accuracy.attained and value is None:  # what has no attained value is kept apart
-            label = f"{label} upper"
-            value = self.store.get(label)
-        if value is None:
-            value = divergence(*self._update, order, direction, accuracy)
-            self.store.put(label, value)
-        return value
-
 
 @lru_cache(maxsize=256)
-def _known(update: SelectiveUpdate) -> _Curve:
-    return _Curve(update)
-
-
-def stored(update: SelectiveUpdate) -> Store:
+def known(update: SelectiveUpdate) -> Store:
     """What is known of one update, in memory and on disk."""
-    return _known(update).store
+    return Store(tuple(update), cache_folder())
+
+
+def _divergence(
+    update: SelectiveUpdate, order: float, direction: Direction, accuracy: Accuracy
+) -> Interval:
+    """The divergence of one update, looked up before it is computed."""
+    store, mesh = known(update), f"{accuracy.nodes} {accuracy.most_nodes} {accuracy.gap}"
+    label = f"{direction} {float(order).hex()} {mesh}"
+    value = store.get(label)
+    if not accuracy.attained and value is None:  # what has no attained value is kept apart
+        label = f"{label} upper"
+        value = store.get(label)
+    if value is None:
+        value = divergence(*update, order, direction, accuracy)
+        store.put(label, value)
+    return value

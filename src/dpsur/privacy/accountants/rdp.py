@@ -147,8 +147,8 @@ def event_rdp(event: Event, alpha: int) -> float:
         case SampledGaussian():
             one = event.as_one
             return sampled_gaussian_rdp(one.sample_rate, one.noise_multiplier, alpha)
-        case LossTest(sample_rate=q, noise_multiplier=sigma):
-            return sampled_gaussian_rdp(q, sigma, alpha)
+        case LossTest():
+            return event_rdp(event.noisy_difference, alpha)
         case Trial(update=update, test=test):
             tested = 0.0 if test is None else event_rdp(test, alpha)
             return event_rdp(update, alpha) + tested

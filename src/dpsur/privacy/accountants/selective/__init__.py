@@ -4,14 +4,3 @@
 update; `profile.block_profiles` bounds the hockey-stick divergences of a block of them.
 docs/privacy.md has the proofs.
 """
-
-from dpsur.privacy.accountants.selective.divergence import (
-    COARSE,
-    FINE,
-    Accuracy,
-    Interval,
-    divergence,
-)
-from dpsur.privacy.accountants.selective.pair import Direction
-
-__all__ = ["COARSE", "FINE", "Accuracy", "Direction", "Interval", "divergence"]

@@ -93,14 +93,15 @@ def tangent(f: Frame, slope: float, start: float) -> Line:
     margin = LINEAR * (abs(theta) * f.den_sum + abs(slope) * f.lean_sum)
     tail = f.tail_value + f.tail_linear * (abs(theta) + abs(slope))
     height = theta + (max(residual, 0.0) + margin + tail) / f.den_floor
-    columns = np.arange(top.shape[1])
+    return Line(slope, height, *_reached(f, choice))
+
+
+def _reached(f: Frame, choice: Choice) -> tuple[float, float]:
+    """rho - 1 and E[den phi] / E[den] of a choice."""
+    columns = np.arange(choice.size)
     den = float(f.den[choice, columns].sum())
-    return Line(
-        slope,
-        height,
-        float(f.lean[choice, columns].sum()) / den,
-        float(f.value[choice, columns].sum()) / den,
-    )
+    lean = float(f.lean[choice, columns].sum()) / den
+    return lean, float(f.value[choice, columns].sum()) / den
 
 
 def edge(f: Frame, sign: float) -> tuple[float, Line]:
@@ -113,11 +114,7 @@ def edge(f: Frame, sign: float) -> tuple[float, Line]:
         + LINEAR * (abs(theta) * f.den_sum + f.lean_sum)
         + f.tail_linear * (1.0 + abs(theta))
     )
-    columns = np.arange(top.shape[1])
-    den = float(f.den[choice, columns].sum())
-    lean = float(f.lean[choice, columns].sum()) / den
-    level = float(f.value[choice, columns].sum()) / den
-    return sign * (theta + slack / f.den_floor), Line(math.inf, math.inf, lean, level)
+    return sign * (theta + slack / f.den_floor), Line(math.inf, math.inf, *_reached(f, choice))
 
 
 def log_excess(f: Frame, height: float, slope: float, lean: float, margin: float = 0.0) -> float:
@@ -142,13 +139,17 @@ def _peak(f: Frame, line: Line, lo: float, hi: float) -> float:
     """The largest bound a line gives on [lo, hi]."""
     if not math.isfinite(line.height):
         return math.inf
-    candidates = [lo, hi]
-    flat = line.slope + f.alpha * math.exp(-f.scale)
-    if flat != 0.0:
-        stationary = (line.slope - f.alpha * line.height) / ((f.alpha - 1.0) * flat)
-        if lo < stationary < hi:
-            candidates.append(stationary)
+    candidates = [lo, hi, *_stationary(f, line.slope, line.height, lo, hi)]
     return max(log_excess(f, line.height, line.slope, c, RELATIVE) for c in candidates)
+
+
+def _stationary(f: Frame, slope: float, height: float, lo: float, hi: float) -> list[float]:
+    """Where the derivative of a line's bound vanishes within [lo, hi]."""
+    flat = slope + f.alpha * math.exp(-f.scale)
+    if flat == 0.0:
+        return []
+    place = (slope - f.alpha * height) / ((f.alpha - 1.0) * flat)
+    return [place] if lo < place < hi else []
 
 
 @dataclass(frozen=True)
@@ -225,10 +226,13 @@ def envelope(f: Frame, tolerance: float) -> Envelope:
         if not math.isfinite(slope):
             closed = max(closed, piece.bound)
             continue
-        new = tangent(f, slope, left.level - slope * left.lean)
+        chord = left.level - slope * left.lean
+        new = tangent(f, slope, chord)
         lines.append(new)
         attained(new)
-        best = max(best, _chord_best(f, left, right, slope))
+        # Mixing two choices attains every point of the chord between them.
+        for place in _stationary(f, slope, chord, left.lean, right.lean):
+            best = max(best, log_excess(f, chord, slope, place))
         if not a < new.lean < b or new.lean - a < 1e-12 * (b - a) or b - new.lean < 1e-12 * (b - a):
             # the concave function is this chord: the new line is the last word on the piece
             closed = max(closed, min(piece.bound, _peak(f, new, a, b)))
@@ -238,18 +242,6 @@ def envelope(f: Frame, tolerance: float) -> Envelope:
         pieces.append(_piece(f, new.lean, b, new, right, [(new, old[1]), old]))
     top = max([closed, *(p.bound for p in pieces)])
     return Envelope(top, best, best_lean, tuple(lines))
-
-
-def _chord_best(f: Frame, left: Line, right: Line, slope: float) -> float:
-    """Mixing two choices attains every point of the chord between them."""
-    chord = Line(slope, left.level - slope * left.lean, left.lean, left.level)
-    flat = slope + f.alpha * math.exp(-f.scale)
-    if flat == 0.0:
-        return -math.inf
-    stationary = (slope - f.alpha * chord.height) / ((f.alpha - 1.0) * flat)
-    if not left.lean < stationary < right.lean:
-        return -math.inf
-    return log_excess(f, chord.height, slope, stationary)
 
 
 @dataclass(frozen=True)
