@@ -24,11 +24,16 @@ from dpsur.mechanism.streams import BATCH, NOISE, STEERING, VAL_BATCH, VAL_NOISE
 from dpsur.mechanism.trial import either
 from dpsur.methods.base import Method
 from dpsur.options import option
-from dpsur.privacy.accountants.rdp import PAPER_ORDERS, epsilon_from_rdp, sampled_gaussian_rdp
+from dpsur.privacy.accountants.rdp import (
+    PAPER_ORDERS,
+    RenyiFilter,
+    epsilon_from_rdp,
+    sampled_gaussian_rdp,
+)
 from dpsur.privacy.accounting import only_figure
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Ledger, LossTest, SampledGaussian, Step, Trial
-from dpsur.privacy.plan import MOST_TRIALS, TRIALS, Phase, Plan, RenyiFilter
+from dpsur.privacy.plan import MOST_TRIALS, TRIALS, Phase, Plan
 
 # Candidate step lengths, and the factor of the noise after an iteration with a retry.
 LARGEST, COUNT, DECAY = 5.0, 21, 0.99

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from dpsur.privacy.accountants.rdp import RenyiFilter
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Ledger, Trial
-from dpsur.privacy.plan import ACCEPTED, MOST_TRIALS, TRIALS, Phase, Plan, RenyiFilter
+from dpsur.privacy.plan import ACCEPTED, MOST_TRIALS, TRIALS, Phase, Plan
 
 
 def plan_behind_filter(

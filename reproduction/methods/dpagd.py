@@ -174,7 +174,6 @@ class Dpagd(Method):
             trial_with=lambda noise: Trial(SampledGaussian(rate, noise)),
             noise_multiplier=None,
             count=settled.updates,
-            default_count=settled.updates,
             setup=setup,
         )
         guess = make_plan(request, budget, "every-trial").typical

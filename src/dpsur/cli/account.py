@@ -336,7 +336,6 @@ def calibrated(options: argparse.Namespace) -> int:
             trial_with=lambda noise: Trial(SampledGaussian(sample_rate, noise), test),
             noise_multiplier=options.noise_multiplier,
             count=count,
-            default_count=0,
             setup=setup_events(options),
         )
         if options.noise_multiplier is None and count is None:

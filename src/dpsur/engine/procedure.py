@@ -114,7 +114,7 @@ class Mechanism:
             assert self.metrics is not None
             return update, replace(self, metrics=replace(self.metrics, noise_multiplier=test))
         steps = self._planned_steps()
-        request = Request(self._trial, None, count=steps, default_count=steps)
+        request = Request(self._trial, None, count=steps)
         found = make_plan(request, Budget(self.epsilon, self.delta), self._charges)
         return found.update.noise_multiplier, self
 

@@ -15,7 +15,6 @@ from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accounting import RESTORE, SELECTIVE_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import (
-    Entry,
     Event,
     Gaussian,
     Ledger,
@@ -69,9 +68,7 @@ class Account:
     def __init__(self, plan: Plan | None, delta: float, charged: Ledger | None = None) -> None:
         checks.probability("delta", delta)
         self._plan, self._delta = plan, delta
-        self._charged = Ledger(setup=() if plan is None else plan.setup)
-        if charged is not None:
-            self._charged = charged
+        self._charged = charged or Ledger(setup=() if plan is None else plan.setup)
 
     @staticmethod
     def for_steps(
@@ -107,12 +104,9 @@ class Account:
         if epsilon is None:
             checks.at_least_one("the number of updates", updates)
             epsilon = accounting_named(accounting).planned((), trial, updates, delta)
-        request = Request(
-            trial_with=lambda _: trial,
-            noise_multiplier=trial_noise(trial),
-            count=updates,
-            default_count=updates,
-        )
+        update = _as_trial(trial).update
+        assert isinstance(update, SampledGaussian)
+        request = Request(lambda _: trial, update.noise_multiplier, updates)
         return Account(make_plan(request, Budget(epsilon, delta), accounting), delta)
 
     @staticmethod
@@ -366,17 +360,14 @@ class Account:
             if self._plan is not None and (self._plan.tests or self._plan.menu):
                 for _ in range(entry.trials):  # their order counts
                     self.book(entry.step)
-            else:
-                self._charge_equal(entry)
-
-    def _charge_equal(self, entry: Entry) -> None:
-        """The last of equal steps fits if and only if all of them do."""
-        last = min(1, entry.updates)
-        self._charged = self._charged.record(
-            entry.step, updates=entry.updates - last, trials=entry.trials - 1
-        )
-        self._check(entry.step)
-        self._charged = self._charged.record(entry.step, updates=last)
+                continue
+            # The last of equal steps fits if and only if all of them do.
+            last = min(1, entry.updates)
+            self._charged = self._charged.record(
+                entry.step, updates=entry.updates - last, trials=entry.trials - 1
+            )
+            self._check(entry.step)
+            self._charged = self._charged.record(entry.step, updates=last)
 
 
 def replays(plan: Plan, charged: Ledger) -> bool:
@@ -386,13 +377,6 @@ def replays(plan: Plan, charged: Ledger) -> bool:
     except (BudgetError, InvalidInputError):
         return False
     return plan.completed(account.charged)
-
-
-def trial_noise(trial: Trial) -> float:
-    """The noise multiplier of the update of a trial."""
-    if not isinstance(trial.update, SampledGaussian):
-        raise InvalidInputError("a step without noise has no finite epsilon and is not charged")
-    return trial.update.noise_multiplier
 
 
 def _as_step(step: Step) -> Step:

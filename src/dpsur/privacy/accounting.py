@@ -212,13 +212,6 @@ SELECTIVE_ACCOUNTING = "proven-pld"
 FIGURES: Final = ("published", "proven", "proven_lower", "every_trial")
 
 
-def figure_names(accounting: str | None = None) -> tuple[str, ...]:
-    """The figures that are stated of a run under an accounting."""
-    if accounting is None or not accounting_named(accounting).refines:
-        return FIGURES
-    return (*FIGURES, accounting.replace("-", "_"))
-
-
 def planned_charges(setup: tuple[Event, ...], trial: Trial, count: int) -> Charges:
     """What a run of `count` charged trials does after its setup."""
     return [*((event, 1) for event in setup), (trial, count)]
@@ -262,14 +255,19 @@ def figures(
     `early_end` bounds the probability that the run gives up at its cap on trials. An accounting
     that is computed on request has a figure where it is `requested` by name.
     """
-    found: dict[str, float | None] = dict.fromkeys(figure_names(requested))
+    found: dict[str, float | None] = dict.fromkeys(FIGURES)
     for accounting in ACCOUNTINGS.values():
         if accounting.refines and accounting.name != requested:
             continue
         count = trials if accounting.charges == "trials" else updates
-        if count is None or not _covers(accounting, trial, on_reject):
-            continue
         key = accounting.name.replace("-", "_")
+        found.setdefault(key, None)
+        try:
+            accounting.check(trial, on_reject)
+        except InvalidInputError:
+            continue
+        if count is None:
+            continue
         if isinstance(accounting, Proven):
             charges = planned_charges(setup, trial, count)
             bounds = accounting.bounds(charges, delta, early_end)
@@ -286,11 +284,3 @@ def only_figure(accounting: str, epsilon: float) -> dict[str, float | None]:
     found: dict[str, float | None] = dict.fromkeys(FIGURES)
     found[accounting.replace("-", "_")] = epsilon
     return found
-
-
-def _covers(accounting: Accounting, trial: Trial, on_reject: str) -> bool:
-    try:
-        accounting.check(trial, on_reject)
-    except InvalidInputError:
-        return False
-    return True

@@ -78,7 +78,6 @@ def calibrate(
         trial_with=lambda noise: Trial(SampledGaussian(sample_rate, noise), trial.test),
         noise_multiplier=None,
         count=updates,
-        default_count=updates,
         setup=setup,
     )
     update = make_plan(request, Budget(epsilon, delta), accounting).typical.update
@@ -141,7 +140,6 @@ def design_gate(
         trial_with=lambda noise: Trial(SampledGaussian(sample_rate, noise)),
         noise_multiplier=None,
         count=count,
-        default_count=count,
         setup=setup,
     )
     training = make_plan(
@@ -173,7 +171,6 @@ def design_gate(
         trial_with=lambda noise: Trial(SampledGaussian(sample_rate, noise), test),
         noise_multiplier=update.noise_multiplier,
         count=count,
-        default_count=count,
         setup=setup,
     )
     return make_plan(tested, budget, accounting_name)

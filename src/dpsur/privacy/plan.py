@@ -353,8 +353,8 @@ class Plan:
         if place is None:
             return ()
         phase, trials, updates = place
-        counted = phase.counts == ACCEPTED and phase.count is not None
-        if trials >= phase.trials or (counted and updates >= phase.count):
+        most = phase.count if phase.counts == ACCEPTED else None
+        if trials >= phase.trials or (most is not None and updates >= most):
             return () if phase.test is None else (phase.test,)
         if not isinstance(phase.step, Menu):
             return phase.choices

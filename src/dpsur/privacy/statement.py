@@ -200,7 +200,11 @@ def privacy_statement(
     if GROUP_SIZE in facts.public:
         if facts.holdout is not None:
             raise InvalidInputError(NOT_HELD_OUT)
-        more["group"] = stated_group(words, plan, facts.public[GROUP_SIZE], unit)
+        group = asdict(for_group(plan, facts.public[GROUP_SIZE], unit))
+        more["group"] = {
+            **group,
+            "how": words["group exact" if group.pop("exact") else "group whole"],
+        }
     found = {
         "format": FORMAT,
         "texts": texts,
@@ -236,12 +240,10 @@ def privacy_statement(
         "not_covered": words.lines(f"{unit} not covered"),
         "versions": dict(facts.versions),
     }
-    found |= {name: _plain(value) for name, value in more.items() if value is not None}
+    for name, value in more.items():
+        if value is not None:
+            found[name] = [dict(row) for row in value] if name == "metrics" else dict(value)
     return Statement({**found, "warnings": warnings_of(found)})
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else [dict(row) for row in value]
 
 
 def _arithmetic(words: Words, *, seeded: bool, tf32: bool, bf16: bool) -> str:
@@ -346,10 +348,7 @@ def stated_mechanism(plan: Plan, ledger: Ledger) -> dict[str, Any]:
     }
     steered: dict[str, Any] = {}
     if phase.steering is not None:
-        steered = {
-            "offer": event_to_json(phase.step),
-            "steering": event_to_json(phase.steering),
-        }
+        steered = {"offer": event_to_json(phase.step), "steering": event_to_json(phase.steering)}
     if plan.tests:
         steered |= {
             "updates": list(plan.blocks),
@@ -382,7 +381,9 @@ def plan_from_statement(statement: Mapping[str, Any]) -> Plan:
     cap = mechanism["trial_cap"]
     if updates is None:
         counts, cap = TRIALS, mechanism["trials"]
-    if allowed is None and (updates is None or _gate(mechanism["trial"]) is None):
+    test = mechanism["trial"]["test"]
+    gated = test is not None and test["kind"] != NoisyChoice.__name__  # which rejects nothing
+    if allowed is None and (updates is None or not gated):
         updates, cap = (cap if updates is None else updates), None
     sizes = found.get("updates", [updates])
     values = {
@@ -401,7 +402,7 @@ def plan_from_statement(statement: Mapping[str, Any]) -> Plan:
         ],
         "filter": None
         if allowed is None
-        else {"order": allowed["order"], "allowance": allowed["allowance"], "stop_after": None},
+        else {name: allowed[name] for name in ("order", "allowance")},
         "setup": mechanism["setup"],
         "on_reject": mechanism["on_reject"],
         "to_the_cap": mechanism["to_the_cap"],
@@ -411,32 +412,15 @@ def plan_from_statement(statement: Mapping[str, Any]) -> Plan:
     return Plan.from_json(values)
 
 
-def _gate(trial: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The test that can reject a candidate; a choice among step lengths cannot."""
-    test: Mapping[str, Any] | None = trial["test"]
-    return None if test is None or test["kind"] == NoisyChoice.__name__ else test
-
-
-def stated_steps(mechanism: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """What a run did that steered itself; None where all was fixed in advance."""
-    steered = mechanism.get("menu", mechanism.get("blocks", mechanism["filter"]))
-    return None if steered is None else steered["steps"]
-
-
 def stated_ledger(statement: Mapping[str, Any]) -> Ledger:
-    """The steps that a statement lists, as if all had been accepted."""
+    """The steps that a statement lists, as if all had been accepted; none if all were fixed."""
     mechanism = statement["mechanism"]
+    steered = mechanism.get("menu", mechanism.get("blocks", mechanism["filter"]))
     rows = [
         {"step": row["step"], "trials": row["charged"], "updates": row["charged"]}
-        for row in stated_steps(mechanism) or ()
+        for row in ([] if steered is None else steered["steps"])
     ]
     return Ledger.from_json({"setup": mechanism["setup"], "entries": rows})
-
-
-def stated_group(words: Words, plan: Plan, size: int, unit: str) -> dict[str, Any]:
-    """The guarantee for data sets that differ by a group, and how it was found."""
-    found = asdict(for_group(plan, size, unit))
-    return {**found, "how": words["group exact" if found.pop("exact") else "group whole"]}
 
 
 def stated_holdout(
