@@ -201,10 +201,8 @@ def privacy_statement(
         if facts.holdout is not None:
             raise InvalidInputError(NOT_HELD_OUT)
         group = asdict(for_group(plan, facts.public[GROUP_SIZE], unit))
-        more["group"] = {
-            **group,
-            "how": words["group exact" if group.pop("exact") else "group whole"],
-        }
+        group["how"] = words["group exact" if group.pop("exact") else "group whole"]
+        more["group"] = group
     found = {
         "format": FORMAT,
         "texts": texts,
