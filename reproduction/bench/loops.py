@@ -4,9 +4,12 @@ Networks of torchvision and Hugging Face, as they come, in a loop of a few lines
 network see the same batch of synthetic records (ours at sample rate 1), one arm after the other,
 each with the device to itself. `plain` and `plain-captured` are PyTorch without privacy,
 `private-step` and `opacus-form` are the two loops of `dpsur.PrivacyEngine`, `opacus-hooks` is
-Opacus. A network is measured in a process of its own, so that one that fails takes no other along;
-the next process imports its libraries meanwhile and waits for the device. The first step of a
-process includes the compilation of kernels; later settings of the same network find them compiled.
+Opacus. `poisson` is the private step as training makes it: batches of that size on average, each a
+Poisson sample at rate 1/8; its row also says how long the first steps took beyond later ones, while
+graphs for the sizes of batches were captured. A network is measured in a process of its own, so
+that one that fails takes no other along; the next process imports its libraries meanwhile and waits
+for the device. The first step of a process includes the compilation of kernels; later settings of
+the same network find them compiled.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import gc
 import importlib
 import itertools
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,8 +43,11 @@ from reproduction.rows import provenance
 from reproduction.training import device_name
 
 EXPERIMENT = "bench-loops"
-ARMS = ("plain", "plain-captured", "private-step", "opacus-form", "opacus-hooks")
+ARMS = ("plain", "plain-captured", "private-step", "poisson", "opacus-form", "opacus-hooks")
 SECONDS, MOST_STEPS, WARM_UP = 0.8, 40, 4
+MOST_TOGETHER, LEAST_SECONDS = 8, 0.1  # between two looks at the clock
+# Of Poisson batches: the data set over the batch, and steps until most sizes have been seen.
+DATA_OVER_BATCH, WARM_UP_OF_SIZES = 8, 40
 LEARNING_RATE, MOMENTUM, NOISE, CLIP = 0.01, 0.9, 1.0, 1.0
 Batch = dict[str, Tensor]
 
@@ -222,16 +229,16 @@ LOOPS: Mapping[str, Loop] = {
 
 
 class Records(Dataset[Batch]):
-    """Records that are on the device already."""
+    """Records that are on the device already, each as often as asked."""
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+    def __init__(self, batch: Batch, times: int = 1) -> None:
+        self._batch, self._size, self._times = batch, len(batch["labels"]), times
 
     def __len__(self) -> int:
-        return len(self._batch["labels"])
+        return self._size * self._times
 
     def __getitem__(self, row: int) -> Batch:
-        return {name: value[row] for name, value in self._batch.items()}
+        return {name: value[row % self._size] for name, value in self._batch.items()}
 
 
 def loss_of(model: nn.Module, batch: Batch, bf16: bool) -> Tensor:
@@ -290,14 +297,14 @@ def _plain_captured(
 
 
 def _private(
-    model: nn.Module, optimizer: Optimizer, batch: Batch
+    model: nn.Module, optimizer: Optimizer, batch: Batch, times: int = 1
 ) -> tuple[Any, nn.Module, Any, Iterator[Any]]:
     engine = dpsur.PrivacyEngine()
     size = len(batch["labels"])
     model, made, loader = engine.make_private(
         module=model,
         optimizer=optimizer,
-        data_loader=DataLoader(Records(batch), batch_size=size),
+        data_loader=DataLoader(Records(batch, times), batch_size=size),
         noise_multiplier=NOISE,
         max_grad_norm=CLIP,
         steps=1_000_000,
@@ -311,9 +318,9 @@ def _private(
 
 
 def _private_step(
-    model: nn.Module, optimizer: Optimizer, batch: Batch, bf16: bool
+    model: nn.Module, optimizer: Optimizer, batch: Batch, bf16: bool, times: int = 1
 ) -> Callable[[], None]:
-    engine, _, _, batches = _private(model, optimizer, batch)
+    engine, _, _, batches = _private(model, optimizer, batch, times)
     step = engine.private_step(lambda model, batch: loss_of(model, batch, bf16))
     return lambda: step(next(batches))
 
@@ -362,6 +369,7 @@ _STEPS: Mapping[str, Start] = {
     "plain": _plain,
     "plain-captured": _plain_captured,
     "private-step": _private_step,
+    "poisson": partial(_private_step, times=DATA_OVER_BATCH),
     "opacus-form": _opacus_form,
     "opacus-hooks": _opacus_hooks,
 }
@@ -413,14 +421,14 @@ def measure(cell: Cell) -> Iterator[dict[str, Any]]:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             start = partial(_STEPS[key["arm"]], model, optimizer, batch, key["bf16"])
-            row |= _timed(start, cuda)
+            row |= _timed(start, cuda, WARM_UP_OF_SIZES if key["arm"] == "poisson" else WARM_UP)
         except Exception as error:
             row["outcome"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         model = optimizer = start = None  # type: ignore[assignment]
         yield row | {"machine": device_name(torch.device(cell.device)), **provenance()}
 
 
-def _timed(start: Callable[[], Callable[[], None]], cuda: bool) -> dict[str, Any]:
+def _timed(start: Callable[[], Callable[[], None]], cuda: bool, warm_up: int) -> dict[str, Any]:
     def wait() -> None:
         if cuda:
             torch.cuda.synchronize()
@@ -430,19 +438,23 @@ def _timed(start: Callable[[], Callable[[], None]], cuda: bool) -> dict[str, Any
     step()
     wait()
     first = time.perf_counter() - begun
-    for _ in range(WARM_UP):
+    for _ in range(warm_up):
         step()
     wait()
-    begun, steps = time.perf_counter(), 0
-    while steps < MOST_STEPS and time.perf_counter() - begun < SECONDS:
-        step()
-        steps += 1
-    wait()
-    found = {
-        "ms": 1e3 * (time.perf_counter() - begun) / steps,
-        "steps": steps,
-        "first_step_s": first,
-    }
+    warm, steps = time.perf_counter() - begun, 0
+    times: list[float] = []
+    together = max(1, min(MOST_TOGETHER, int(LEAST_SECONDS * warm_up / warm)))
+    while steps < MOST_STEPS and sum(times) * together < SECONDS:
+        begun = time.perf_counter()
+        for _ in range(together):
+            step()
+        wait()
+        times.append((time.perf_counter() - begun) / together)
+        steps += together
+    usual = statistics.median(times)  # a size of batch that comes for the first time takes longer
+    found = {"ms": 1e3 * usual, "steps": steps, "first_step_s": first}
+    if warm_up == WARM_UP_OF_SIZES:
+        found["start_up_s"] = warm - warm_up * usual
     if cuda:
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return found
@@ -580,9 +592,9 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table of all networks and settings: every arm over the plain step."""
     order = list(LOOPS)
     lines = [
-        "| network | batch | setting | plain, ms | captured | private step | Opacus form | Opacus "
-        "| memory | first step, s |",
-        "|---|--:|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| network | batch | setting | plain, ms | captured | private step | Poisson | Opacus form "
+        "| Opacus | memory | first step, s | sizes, s |",
+        "|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     found = _newest(rows)
     for key in sorted(found, key=lambda key: (order.index(key[0]), key[1:])):
@@ -599,6 +611,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
             *(_over(arms.get(arm), plain) for arm in ARMS[1:]),
             f"{step['peak_gib'] / plain['peak_gib']:.2f}",
             f"{step['first_step_s']:.1f} ({plain['first_step_s']:.1f})",
+            f"{arms['poisson']['start_up_s']:.1f}" if "poisson" in arms else "",
         ]
         lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines)

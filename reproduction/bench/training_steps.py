@@ -33,6 +33,7 @@ VAL_BATCH_SIZE = 256
 # The paper's gate; what a test costs in time does not depend on these.
 VAL_NOISE_MULTIPLIER, ACCEPT_THRESHOLD = 1.3, -1.0
 ENDLESS = 10**9
+STEPS_OF_SET_UP = 40
 # Where batches are drawn from a data set: how many times as large it is, and how long a block is.
 RECORDS_PER_BATCH, BLOCK_SECONDS, LONGEST_BLOCK = 8, 0.5, 100
 
@@ -108,7 +109,8 @@ class PrivateLoopStep:
     """A user's own loop around `PrivacyEngine.private_step`, on Poisson batches of made-up records.
 
     A step draws its batch with a `DataLoader`, from a data set eight times the size of the batch
-    that lies on the device.
+    that lies on the device. The first steps, which capture a graph for each size of batch, belong
+    to the set-up, as they do in `fit`.
     """
 
     steps = 1
@@ -135,6 +137,8 @@ class PrivateLoopStep:
             return loss(outputs.float(), targets)
 
         self._step, self._batches = engine.private_step(mean_loss), iter(self._loader)
+        for _ in range(STEPS_OF_SET_UP if cell.device.type == "cuda" else 0):
+            self()
 
     def __call__(self) -> None:
         """One update."""

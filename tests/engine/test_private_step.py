@@ -543,3 +543,29 @@ def test_the_default_device_may_be_another_one(gated, opacus):
         return torch.cat([value.detach().flatten() for value in model.parameters()])
 
     assert torch.equal(train("cpu"), train("meta"))
+
+
+@pytest.mark.parametrize("opacus", [False, True])
+def test_tensors_are_read_by_index_like_one_record_after_the_other(opacus):
+    """A data set of another class with the same records gives the same weights."""
+
+    class OneByOne(TensorDataset):
+        pass
+
+    found = []
+    for kind in (TensorDataset, OneByOne):
+        data = kind(*records().tensors)
+        engine, model, optimizer, loader = private(data=data, batch_size=2)
+        assert isinstance(loader.dataset, TensorDataset)
+        assert hasattr(loader.dataset, "__getitems__") is (kind is TensorDataset)
+        step = None if opacus else engine.private_step(cross_entropy)
+        while not engine.finished():
+            for batch in loader:
+                if step is not None:
+                    step(batch)
+                else:
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(batch[0]), batch[1]).backward()
+                    optimizer.step()
+        found.append([value.detach().clone() for value in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -50,6 +50,9 @@ from dpsur.per_example.tape import Tape
 # Graphs of one function. Each holds some memory, and most texts come in few lengths.
 MOST_GRAPHS = 24
 DEVICE = "cuda"  # which is captured on
+# A capture takes as long as some steps. So many replays are padded to every third size alone, which
+# spares captures; later each size has its graph, which spares padding.
+COARSE_STEPS, COARSE = 100, 3
 # Kinds of batches and arguments that are remembered until they come again.
 MOST_SEEN = 1000
 # After so many captures for other reasons than a new shape, what changes keeps changing.
@@ -121,7 +124,8 @@ class _Graphs:
     ) -> None:
         self._owner, self._records, self._randomness = owner, records, randomness
         self._bound = bound
-        self._sizes = padded_sizes(*sample)
+        self._sizes = tuple(sorted(set(padded_sizes(*sample))))
+        self._replayed = 0
         self._seen: set[object] = set()
         self._graphs: dict[object, Any] = {}
         self._changes = 0
@@ -189,13 +193,17 @@ class _Graphs:
             if graph is not None:
                 self._graphs[key] = graph
         if graph is not None:
+            self._replayed += 1
             self._begin(sums)
         return graph
 
     def _room(self, count: int, most: int | None) -> int | None:
         """How many records a graph for this batch holds; None where none has room."""
         if most is None:  # a whole sample
-            room = self._sizes[level_for(self._sizes, count)]
+            sizes = self._sizes
+            if self._replayed < COARSE_STEPS:
+                sizes = sizes[::-COARSE][::-1]  # the last among them
+            room = sizes[level_for(sizes, count)]
         else:
             room = min(most, next((size for size in SIZES if size >= count), most))
         return room if room >= count else None
@@ -233,7 +241,7 @@ class _Graphs:
             with seeded_globally(0, device):  # the draws of the step are those of its replay
                 before = surroundings.draws()
                 replays = capture_graphs(
-                    functions, device, pool=self._pool, warm_up=1, try_out=True
+                    functions, device, pool=self._pool, warm_up=1, try_out=not self._graphs
                 )
                 if surroundings.draws() != before:
                     self._give_up("the function draws random numbers on the host")

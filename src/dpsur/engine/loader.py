@@ -37,6 +37,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     Subset,
+    TensorDataset,
     default_collate,
 )
 
@@ -368,6 +369,17 @@ class PersonData(Dataset[list[Any]]):
         return [self.records[row] for row in rows]
 
 
+class JoinedRows(list[Tensor]):
+    """Some records of a `TensorDataset`, as `default_collate` joins them."""
+
+
+class TensorRows(TensorDataset):
+    """A `TensorDataset` whose batches are read by index: one read, not one for each record."""
+
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        return JoinedRows(tensor[rows] for tensor in self.tensors) if rows else []
+
+
 class PoissonSampler(Sampler[list[Any]]):
     """Poisson samples by number of the step, in microbatches of a bounded size.
 
@@ -446,6 +458,8 @@ class Collate:
 
     def __call__(self, records: list[Any]) -> Any:
         """A batch of some records, or the placeholder; for a private step each record alone."""
+        if isinstance(records, JoinedRows):
+            return list(records) if self.alone is None else opened(list(records))
         if self.alone is not None:
             return self.alone(records)
         if self.persons:
@@ -487,9 +501,13 @@ class PrivateLoader(DataLoader[Any]):
                 "prefetch_factor": loader.prefetch_factor,
                 "persistent_workers": loader.persistent_workers,
             }
-        by_person = sampler.by_person
+        by_person, dataset = sampler.by_person, loader.dataset
+        if by_person:
+            dataset = PersonData(dataset)
+        elif type(dataset) is TensorDataset and loader.collate_fn is default_collate:
+            dataset = TensorRows(*dataset.tensors)
         super().__init__(
-            PersonData(loader.dataset) if by_person else loader.dataset,
+            dataset,
             batch_sampler=sampler,
             num_workers=loader.num_workers,
             collate_fn=Collate(loader.collate_fn, loader.dataset, persons=by_person),
@@ -533,7 +551,7 @@ class PrivateLoader(DataLoader[Any]):
         most = self.poisson.most or max(1, math.ceil(self.sample_rate * self.poisson.size))
         return iter(
             DataLoader(
-                self.dataset,
+                self.plain.dataset,
                 batch_size=most,
                 num_workers=self.num_workers,
                 collate_fn=own.collate,
