@@ -23,10 +23,9 @@ def table_of_names() -> str:
     """Names that work, and for each remedy the names that it stands for."""
     refused = defaultdict(set)
     works = {name for held in names.WORKS.values() for name in held.split()}
-    for path, (held, _) in names.PATHS.items():
-        for name in held.split():
-            if name not in works and not name.startswith("_"):
-                refused[names.find(path, name).remedy].add(name)
+    for name, remedy in names.REMEDIES.items():
+        if not name.startswith("_"):
+            refused[remedy].add(name)
     rows = [{"count": len(works), "names": _some(works, len(works)), "here": "works"}]
     for remedy, held in sorted(refused.items(), key=lambda one: -len(one[1])):
         rows.append({"count": len(held), "names": _some(held), "here": remedy})

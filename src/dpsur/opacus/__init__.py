@@ -15,10 +15,8 @@ from dpsur.opacus.privacy_engine import PrivacyEngine
 from dpsur.opacus.validation import ModuleValidator
 
 names.install()
-GradSampleModule = names.find("grad_sample", "GradSampleModule")
-GradSampleModuleFastGradientClipping = names.find(
-    "grad_sample", "GradSampleModuleFastGradientClipping"
-)
+GradSampleModule = names.find("GradSampleModule")
+GradSampleModuleFastGradientClipping = names.find("GradSampleModuleFastGradientClipping")
 
 __all__ = [
     "DPGRU",

@@ -1,6 +1,6 @@
 """Accountants with the interface of Opacus: figures come from privacy loss distributions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dpsur.errors import InvalidInputError
@@ -17,11 +17,9 @@ class IAccountant:
     DEFAULT_ALPHAS = (*(1 + x / 10.0 for x in range(1, 100)), *range(12, 64))
 
     def __init__(self) -> None:
-        """Begin with an empty history."""
         self.history: History = []
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Add one step to the history."""
         kind = (noise_multiplier, sample_rate)
         if self.history and self.history[-1][:2] == kind:
             self.history[-1] = (*kind, self.history[-1][2] + 1)
@@ -41,7 +39,6 @@ class IAccountant:
 
     @classmethod
     def mechanism(cls) -> str:
-        """The name in a registry and in a state."""
         return "prv"
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[..., None]:
@@ -52,12 +49,10 @@ class IAccountant:
         )
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
-        """History and mechanism, as Opacus saves them."""
         found = {} if destination is None else destination
         return found | {"history": list(self.history), "mechanism": self.mechanism()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the history of a state."""
         if not state_dict or "history" not in state_dict or "mechanism" not in state_dict:
             raise InvalidInputError(
                 "the state of an accountant has the keys 'history' and 'mechanism'; use state_dict"
@@ -79,7 +74,6 @@ class RDPAccountant(IAccountant):
 
     @classmethod
     def mechanism(cls) -> str:
-        """The name in a registry and in a state."""
         return "rdp"
 
 
@@ -102,7 +96,6 @@ class LedgerView(IAccountant):
 
     @property
     def history(self) -> History:  # type: ignore[override]
-        """Noise multiplier, sample rate and number of the steps made so far."""
         return [*self._earlier, *map(_plain_step, self._entries)]
 
     @property
@@ -158,7 +151,7 @@ def _plain_step(entry: Entry) -> tuple[float, float, int]:
     )
 
 
-def spent(history: History, delta: float) -> float:
+def spent(history: Sequence[tuple[float, float, int]], delta: float) -> float:
     """Epsilon of a history of steps; infinite where one has no noise."""
     if any(not noise for noise, _, count in history if count):
         return float("inf")
@@ -173,7 +166,6 @@ _KINDS: dict[str, type[IAccountant]] = {"prv": PRVAccountant, "rdp": RDPAccounta
 
 
 def create_accountant(mechanism: str) -> IAccountant:
-    """An accountant by the name of its mechanism."""
     if mechanism not in _KINDS:
         raise InvalidInputError(
             f"there is no accountant {mechanism!r}; known are {', '.join(sorted(_KINDS))}"

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from dpsur import checks
 from dpsur.errors import CheckpointError, InvalidInputError
-from dpsur.privacy.account import Account
-from dpsur.privacy.events import SampledGaussian, Trial
+from dpsur.opacus.accounting import spent
 
 _PREFIX = "_module."
 _CELL = re.compile(r"(?<=\.)l(\d+(?:_reverse)?)\.(ih|hh)\.(weight|bias)$")
@@ -33,11 +32,7 @@ class ClaimedHistory:
 
     def epsilon(self, delta: float) -> float:
         """Epsilon of the claimed steps, by privacy loss distributions: as good as the claim."""
-        ledger = Account.without_limit(delta)
-        for noise, rate, count in self.steps:
-            for _ in range(count):
-                ledger.charge(Trial(SampledGaussian(rate, noise)))
-        return ledger.get_epsilon(delta)
+        return spent(self.steps, delta)
 
     def __str__(self) -> str:
         each = (

@@ -39,17 +39,14 @@ class DifferentiallyPrivateDistributedDataParallel(nn.Module):
     """A module as it is: the gradients of all processes are added up in `optimizer.step()`."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Keep the module."""
         super().__init__()
         self.module = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
         return self.module(*args, **kwargs)
 
 
 def requires_grad(module: nn.Module, *, recurse: bool = False) -> bool:
-    """Whether a parameter of a module requires a gradient."""
     return any(value.requires_grad for value in module.parameters(recurse))
 
 
@@ -71,24 +68,20 @@ def trainable_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def trainable_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that require a gradient, by name."""
     for name, value in module.named_parameters():
         if value.requires_grad:
             yield name, value
 
 
 def clone_module(module: nn.Module) -> nn.Module:
-    """A copy of a module."""
     return copy.deepcopy(module)
 
 
 def get_submodule(module: nn.Module, target: str) -> nn.Module:
-    """A submodule by its name."""
     return module.get_submodule(target)
 
 
 def are_state_dict_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two states have the same keys and the same values."""
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
@@ -107,7 +100,6 @@ class ModelWithLoss(nn.Module):
         self.wrapped_module, self.loss_reduction = module, loss_reduction
 
     def forward(self, x: Any) -> Tensor:
-        """The loss, one number."""
         outputs = self.wrapped_module(*x) if type(x) is tuple else self.wrapped_module(x)
         return F.l1_loss(outputs, torch.zeros_like(outputs), reduction=self.loss_reduction)
 
@@ -186,7 +178,6 @@ def compute_grad_samples_microbatch_and_opacus(
     grad_sample_mode: str = "hooks",
     chunk_method: Callable[[Any], Iterable[Any]] = iter,
 ) -> tuple[Params, Params]:
-    """The gradient of each record in both ways."""
     ours = compute_opacus_grad_sample(x, module, batch_first, loss_reduction, grad_sample_mode)
     slow = compute_microbatch_grad_sample(x, module, batch_first, loss_reduction, chunk_method)
     return slow, ours

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -47,14 +48,13 @@ class ModuleValidator:
         for part in module.modules():
             if type(part) in cls.VALIDATORS and type(part) not in _NORMS:
                 errors += cls.VALIDATORS[type(part)](part)
-        errors += [UnsupportedModelError(str(one)) for one in check(module).errors]
+        errors += _problems(module)
         if strict and errors:
             raise errors[0]
         return errors
 
     @classmethod
     def is_valid(cls, module: nn.Module) -> bool:
-        """Whether nothing is wrong with a model."""
         return not cls.validate(module)
 
     @classmethod
@@ -72,7 +72,11 @@ class ModuleValidator:
                 continue
             new = cls.FIXERS[type(part)](part, **options)
             _log.info("dpsur: Replaced sub_module %s : %s with %s", path, part, new)
-            model = _with(model, path, new)
+            if path:
+                parent, _, name = path.rpartition(".")
+                setattr(model.get_submodule(parent), name, new)
+            else:
+                model = new
         repaired, changes = fix(model, batch_norm=frozen)
         for change in changes:
             _log.info("dpsur: %s", change)
@@ -91,11 +95,7 @@ def register_module_validator(
 ) -> Callable[[Validator], Validator]:
     """Have a function find what is wrong with modules of these classes."""
 
-    def register(function: Validator) -> Validator:
-        _add(validator_class.VALIDATORS, kinds, function)
-        return function
-
-    return register
+    return partial(_register, validator_class.VALIDATORS, kinds)
 
 
 def register_module_fixer(
@@ -103,25 +103,12 @@ def register_module_fixer(
 ) -> Callable[[Fixer], Fixer]:
     """Have a function replace modules of these classes."""
 
-    def register(function: Fixer) -> Fixer:
-        _add(validator_class.FIXERS, kinds, function)
-        return function
-
-    return register
+    return partial(_register, validator_class.FIXERS, kinds)
 
 
-def _add(known: dict[type[nn.Module], Any], kinds: Any, function: Any) -> None:
-    for kind in kinds if isinstance(kinds, Sequence) else (kinds,):
-        known[kind] = function
-
-
-def _with(model: nn.Module, path: str, new: nn.Module) -> nn.Module:
-    """A model with another submodule."""
-    if not path:
-        return new
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, new)
-    return model
+def _register(known: dict[type[nn.Module], Any], kinds: Any, function: Any) -> Any:
+    known |= dict.fromkeys(kinds if isinstance(kinds, Sequence) else (kinds,), function)
+    return function
 
 
 def _problems(module: nn.Module) -> list[UnsupportedModelError]:
@@ -135,7 +122,6 @@ def _norm(
     num_groups: int | None = None,
     **others: Any,
 ) -> nn.Module:
-    """What takes the place of a BatchNorm."""
     if others:
         raise InvalidInputError(
             f"ModuleValidator.fix has no option {next(iter(others))}; it has num_groups, "
