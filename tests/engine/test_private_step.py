@@ -83,7 +83,7 @@ def alone(model, function, x, y):
 def batch_of(engine, loader, data):
     """The first opaque batch, and the rows that are in it."""
     batch = next(iter(loader))
-    rows = list(engine._due.records)
+    rows = list(engine.due.records)
     return batch, data.tensors[0][rows], data.tensors[1][rows]
 
 
@@ -294,7 +294,7 @@ def test_a_record_that_raises_counts_as_zero(sums):
     plain = copy.deepcopy(data)
     engine, _, _, loader = private(data=data)
     _, x, y = batch_of(engine, loader, plain)
-    bad = int(engine._due.records[1])
+    bad = int(engine.due.records[1])
     data.tensors[0][bad] = torch.nan
     engine, _, _, loader = private(data=data)
     step = engine.private_step(strict)

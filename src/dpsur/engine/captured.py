@@ -18,7 +18,6 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
@@ -29,13 +28,14 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.engine.loader import Unreadable
-from dpsur.engine.weights import Sums
+from dpsur.engine.weights import Sums, TrainedModule
 from dpsur.errors import DpsurError
 from dpsur.functional.process_settings import seeded_globally, widen
 from dpsur.functional.tree import (
     Params,
     flatten,
     from_vector,
+    keep,
     map_tensors,
     tensors_of,
     with_tensors,
@@ -62,8 +62,6 @@ MOST_ITEMS = 100
 # Sizes of batches that are parts of a sample: at most a third of the rows are padding.
 SIZES = tuple(sorted({base << power for power in range(24) for base in (2, 3)}))
 
-Randomness = Callable[[], AbstractContextManager[Any]]
-
 
 class Found(NamedTuple):
     """Losses and other figures of the records of a batch. Private."""
@@ -86,12 +84,11 @@ class _Graph:
     count: Tensor
     arguments: list[Tensor]
     replays: list[Callable[[], None]] = field(default_factory=list)
-    losses: Tensor | None = None
-    figures: dict[str, Tensor] = field(default_factory=dict)
+    found: Any = None  # losses and other figures, or outputs
 
-    def load(self, batch: Sequence[Tensor], count: int, arguments: Sequence[Any]) -> None:
+    def load(self, batch: Any, count: int, arguments: Sequence[Any] = ()) -> None:
         """Put a batch of `count` records into place, and copies of one where there is room left."""
-        for place, value in zip(self.batch, batch, strict=True):
+        for place, value in zip(self.batch, tensors_of(batch), strict=True):
             fill(place, value, count)
         self.count.fill_(count)
         for place, argument in zip(self.arguments, arguments, strict=True):
@@ -106,24 +103,38 @@ class _Graph:
         return self.rows < self.count
 
 
+@dataclass(eq=False)
+class _CallGraph(_Graph):
+    """A graph of a forward pass and one of its backward pass."""
+
+    constant: list[bool] = field(default_factory=list)  # which outputs have no gradient
+    gradients: list[Tensor] = field(default_factory=list)
+    tape: Tape | None = None
+
+    def __post_init__(self) -> None:
+        self.scale = torch.ones_like(self.rows, dtype=torch.float64)
+        self.counted = torch.ones_like(self.rows, dtype=torch.bool)
+
+    @property
+    def keep(self) -> Tensor:
+        return super().keep & self.counted
+
+
 class _Graphs:
     """Captured passes of one function, for each shape of record and a few sizes of batch.
 
-    `owner` is the user's function, or None, whose closure is compared. `sample` is the number of
-    records and the rate at which they are drawn, `bound` the norm that is clipped to, which a graph
-    holds for.
+    `module` clips the gradients and adds them up; `sample` is the number of records and the rate at
+    which they are drawn; `owner` is the user's function, or None, whose closure is compared.
     """
 
     def __init__(
         self,
-        owner: Any,
+        module: TrainedModule,
         records: RecordFunction,
-        randomness: Randomness,
         sample: tuple[int, float],
-        bound: Callable[[], float],
+        owner: Any = None,
     ) -> None:
-        self._owner, self._records, self._randomness = owner, records, randomness
-        self._bound = bound
+        self._module, self._records, self._owner = module, records, owner
         self._sizes = tuple(sorted(set(padded_sizes(*sample))))
         self._replayed = 0
         self._seen: set[object] = set()
@@ -134,7 +145,7 @@ class _Graphs:
         self.totals: Params = {}
 
     def _find(
-        self, sums: Sums, batch: Any, count: int, most: int | None, arguments: Any
+        self, batch: Any, count: int, most: int | None, arguments: Any
     ) -> tuple[int, object] | None:
         """Room and key of a graph for a batch; None where it has to run eagerly.
 
@@ -142,50 +153,59 @@ class _Graphs:
         batch of a kind runs eagerly: that finds how the function can be run, and compiles kernels.
         """
         device = tensors_of(batch)[0].device
-        if device.type != DEVICE:
+        if device.type != DEVICE or self.why_not is not None or not _comparable(arguments, batch):
             return None
-        if self.why_not is not None or not _comparable(arguments, batch):
-            return None
-        room = self._room(count, most)
+        if most is None:  # a whole sample
+            sizes = self._sizes
+            if self._replayed < COARSE_STEPS:
+                sizes = sizes[::-COARSE][::-1]  # the last among them
+            room = sizes[level_for(sizes, count)]
+        else:
+            room = min(most, next((size for size in SIZES if size >= count), most))
         kind = (
             tuple((path, value.shape[1:], value.dtype) for path, value in _named(batch)),
             _constants(arguments),
-            repr(_texts(batch)),
-            self._bound(),
+            repr(map_tensors(lambda _: None, batch, otherwise=keep)),
+            self._module.max_grad_norm,
             cuda_graphs.failures,
             torch.is_autocast_enabled(device.type),
             torch.get_autocast_dtype(device.type),
             torch.backends.cuda.matmul.allow_tf32,
             torch.backends.cudnn.allow_tf32,
         )
-        others = sums.captured is not None and sums.captured is not self.totals
-        if room is None or others or kind not in self._seen:
+        captured = self._module.sums.captured
+        others = captured is not None and captured is not self.totals
+        if room < count or others or kind not in self._seen:
             if len(self._seen) > MOST_SEEN:  # an argument that never comes again
                 self._seen.clear()
             self._seen.add(kind)
             return None
         return room, (room, kind)
 
-    def _up_to_date(self, key: object) -> Any:
-        """The graph of a key, if what it was captured with is as it was."""
-        graph = self._graphs.get(key)
-        changed = None if graph is None else graph.surroundings.changed()
-        if changed is None:
-            return graph
-        del self._graphs[key]
-        self._changes += 1
-        if self._changes >= MOST_CHANGES:
-            self._give_up(f"'{changed}' changes between steps; pass it to the step as an argument")
-        return None
-
-    def _ready(self, kind: str, given: tuple[Any, ...], capture: Callable[[int], Any]) -> Any:
-        """A graph for what `_find` is given, captured now if need be, before its first replay."""
-        sums, batch, *_ = given
-        found = self._find(*given)
+    def _ready(
+        self,
+        kind: str,
+        batch: Any,
+        count: int,
+        most: int | None,
+        arguments: Any,
+        capture: Callable[[int], Any],
+    ) -> Any:
+        """A graph for a batch, captured now if need be, before its first replay."""
+        found = self._find(batch, count, most, arguments)
         if found is None:
             return None
         room, key = found
-        graph = self._up_to_date(key)
+        graph = self._graphs.get(key)
+        changed = None if graph is None else graph.surroundings.changed()
+        if changed is not None:
+            graph = None
+            del self._graphs[key]
+            self._changes += 1
+            if self._changes >= MOST_CHANGES:
+                self._give_up(
+                    f"'{changed}' changes between steps; pass it to the step as an argument"
+                )
         if graph is None and self.why_not is None and self._records.in_level(kind, batch):
             if len(self._graphs) >= MOST_GRAPHS:  # the oldest makes room
                 del self._graphs[next(iter(self._graphs))]
@@ -194,28 +214,19 @@ class _Graphs:
                 self._graphs[key] = graph
         if graph is not None:
             self._replayed += 1
-            self._begin(sums)
+            self._begin(self._module.sums)
         return graph
 
-    def _room(self, count: int, most: int | None) -> int | None:
-        """How many records a graph for this batch holds; None where none has room."""
-        if most is None:  # a whole sample
-            sizes = self._sizes
-            if self._replayed < COARSE_STEPS:
-                sizes = sizes[::-COARSE][::-1]  # the last among them
-            room = sizes[level_for(sizes, count)]
-        else:
-            room = min(most, next((size for size in SIZES if size >= count), most))
-        return room if room >= count else None
-
-    def _places(self, room: int, batch: Any, arguments: Sequence[Any]) -> _Graph:
-        """Memory for what a graph reads."""
+    def _places(
+        self, kind: type[_Graph], room: int, batch: Any, arguments: Sequence[Any] = ()
+    ) -> Any:
+        """Memory for what a graph reads, with a batch in it of which no record counts."""
         given = tensors_of(batch)
         device = given[0].device
         if self.totals and next(iter(self.totals.values())).device != device:
             self.totals, self._graphs = {}, {}  # the model has moved
         self.totals = self.totals or self._empty_totals()
-        return _Graph(
+        graph = kind(
             Surroundings(self._owner, self._records.models),
             [value.new_empty(room, *value.shape[1:]) for value in given],
             torch.arange(room, device=device),
@@ -227,26 +238,25 @@ class _Graphs:
                 for value in arguments
             ],
         )
+        graph.load(batch, len(given[0]), arguments)
+        graph.count.zero_()  # so that what is computed to capture it adds zero
+        return graph
 
-    def _capture(
-        self,
-        functions: Sequence[Callable[[], None]],
-        device: torch.device,
-        surroundings: "Surroundings",
-    ) -> Any:
-        """Replays of functions; None where they cannot be captured."""
+    def _capture(self, graph: _Graph, *functions: Callable[[], None]) -> Any:
+        """A graph with replays of functions; None where they cannot be captured."""
+        device = graph.rows.device
         if self._pool is None and device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
         try:
             with seeded_globally(0, device):  # the draws of the step are those of its replay
-                before = surroundings.draws()
-                replays = capture_graphs(
+                before = graph.surroundings.draws()
+                graph.replays = capture_graphs(
                     functions, device, pool=self._pool, warm_up=1, try_out=not self._graphs
                 )
-                if surroundings.draws() != before:
+                if graph.surroundings.draws() != before:
                     self._give_up("the function draws random numbers on the host")
                     return None
-            return replays
+            return graph
         except DpsurError:
             raise
         except Exception as error:  # a function that reads the device, or that has no memory left
@@ -278,71 +288,45 @@ class _Graphs:
 
 
 class GradientGraphs(_Graphs):
-    """Captured gradients of a private step: forward and backward pass, norms and clipped sums.
-
-    `clip(tape, keep, totals)` adds the clipped gradients of the records that `keep` names to
-    `totals`, which all graphs of the function share.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        owner: Any,
-        records: RecordFunction,
-        clip: Callable[[Tape, Tensor, Params], Params],
-        randomness: Randomness,
-        sample: tuple[int, float],
-        bound: Callable[[], float],
-    ) -> None:
-        super().__init__(owner, records, randomness, sample, bound)
-        self._function, self._clip = function, clip
+    """Captured gradients of a private step: forward and backward pass, norms and clipped sums."""
 
     def run(
         self,
-        sums: Sums,
+        function: Callable[..., Any],
         batch: Any,
         count: int,
         most: int | None,
         args: tuple[Any, ...],
         kwargs: Any,
     ) -> Found | None:
-        """Add the clipped gradients of a batch to `sums`; None where it has to run eagerly."""
-        graph = self._ready(
-            "gradients",
-            (sums, batch, count, most, (args, kwargs)),
-            lambda room: self._captured(batch, room, args, kwargs),
-        )
+        """Add the clipped gradients of a batch to its sums; None where it has to run eagerly."""
+        values = _inputs((args, kwargs))
+
+        def capture(room: int) -> Any:
+            graph = self._places(_Graph, room, batch, values)
+            inner = with_tensors(batch, graph.batch)
+            inner_args, inner_kwargs = _with_inputs((args, kwargs), graph.arguments)
+
+            def gradients() -> None:
+                tape, *graph.found = self._records.tape(
+                    lambda one: function(one, *inner_args, **inner_kwargs), inner, room
+                )
+                self._module.clip(tape, graph.keep, self.totals)
+
+            return self._capture(graph, gradients)
+
+        graph = self._ready("gradients", batch, count, most, (args, kwargs), capture)
         if graph is None:
             return None
-        graph.load(tensors_of(batch), count, _inputs((args, kwargs)))
-        sums.replaying = True
-        with self._randomness():
+        graph.load(batch, count, values)
+        self._module.sums.replaying = True
+        with self._module.randomness():
             graph.replays[0]()
+        losses, figures = graph.found
         return Found(
-            graph.losses[:count].clone(),
-            {name: value[:count].clone() for name, value in graph.figures.items()},
+            losses[:count].clone(),
+            {name: value[:count].clone() for name, value in figures.items()},
         )
-
-    def _captured(self, batch: Any, room: int, args: tuple[Any, ...], kwargs: Any) -> _Graph | None:
-        given, values = tensors_of(batch), _inputs((args, kwargs))
-        graph = self._places(room, batch, values)
-        graph.load(given, len(given[0]), values)
-        graph.count.zero_()  # so that what is computed to capture it adds zero
-        inner = with_tensors(batch, graph.batch)
-        inner_args, inner_kwargs = _with_inputs((args, kwargs), graph.arguments)
-
-        def gradients() -> None:
-            tape, losses, figures = self._records.tape(
-                lambda one: self._function(one, *inner_args, **inner_kwargs), inner, room
-            )
-            self._clip(tape, graph.keep, self.totals)
-            graph.losses, graph.figures = losses, figures
-
-        replays = self._capture([gradients], given[0].device, graph.surroundings)
-        if replays is None:
-            return None
-        graph.replays = replays
-        return graph
 
 
 @dataclass(eq=False)
@@ -353,62 +337,33 @@ class CapturedCall:
     clip: Callable[[float | Tensor, Tensor | None], None]
 
 
-@dataclass(eq=False)
-class _CallGraph:
-    """A graph of a forward pass and one of its backward pass."""
-
-    graph: _Graph
-    scale: Tensor
-    keep: Tensor  # which records count, by their place
-    outputs: Any = None
-    constant: list[bool] = field(default_factory=list)  # which outputs have no gradient
-    gradients: list[Tensor] = field(default_factory=list)
-    tape: Tape | None = None
-
-    @property
-    def surroundings(self) -> "Surroundings":
-        return self.graph.surroundings
-
-
 class CallGraphs(_Graphs):
     """Captured calls of a module, in a loop that computes the loss from its outputs itself.
 
     One graph runs forward. Its outputs get a node in autograd's graph, which runs the second one
     backward from whatever gradient comes from the user's loss: the backward pass of the module,
-    norms, and clipped sums. What `clip` adds them to is shared by all graphs, and so is the memory
+    norms, and clipped sums. What they are added to is shared by all graphs, and so is the memory
     of their activations: while one has run forward and not yet back, no other may run.
     """
 
-    def __init__(
-        self,
-        records: RecordFunction,
-        clip: Callable[..., Params],
-        randomness: Randomness,
-        sample: tuple[int, float],
-        bound: Callable[[], float],
-        most: Callable[[], int | None],
-    ) -> None:
-        super().__init__(None, records, randomness, sample, bound)
-        self._clip, self._most = clip, most
-        self._forward_in: Sums | None = None  # the step in which one has run forward, not yet back
+    _forward_in: Sums | None = None  # the step in which one has run forward, not yet back
 
     def run(
-        self, function: Callable[[Any], Any], sums: Sums, batch: Any, count: int
+        self, function: Callable[[Any], Any], batch: Any, count: int, most: int | None
     ) -> CapturedCall | None:
         """Outputs of a call with records in front; None where it has to run eagerly."""
+        sums = self._module.sums
         if not torch.is_grad_enabled() or self._forward_in is sums:
             return None
         graph = self._ready(
-            "outputs",
-            (sums, batch, count, self._most(), None),
-            lambda room: self._captured(function, batch, room),
+            "outputs", batch, count, most, None, lambda room: self._captured(function, batch, room)
         )
         if graph is None:
             return None
         self._forward_in = sums
-        graph.graph.load(tensors_of(batch), count, ())
-        with self._randomness():
-            graph.graph.replays[0]()
+        graph.load(batch, count)
+        with self._module.randomness():
+            graph.replays[0]()
         outputs = _Replayed.apply(graph, count, graph.scale.new_zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
 
         def clip(scale: float | Tensor, keep: Tensor | None) -> None:
@@ -416,45 +371,35 @@ class CallGraphs(_Graphs):
                 fill(graph.scale, scale.reshape(-1), count)
             else:
                 graph.scale.fill_(scale)
-            graph.keep.fill_(True)
+            graph.counted.fill_(True)
             if keep is not None:
-                fill(graph.keep, keep, count)
+                fill(graph.counted, keep, count)
             sums.replaying = True
-            graph.graph.replays[1]()
+            graph.replays[1]()
             self._forward_in = None
 
-        return CapturedCall(with_tensors(graph.outputs, outputs), clip)
+        return CapturedCall(with_tensors(graph.found, outputs), clip)
 
-    def _captured(self, function: Callable[[Any], Any], batch: Any, room: int) -> _CallGraph | None:
-        given = tensors_of(batch)
-        device = given[0].device
-        places = self._places(room, batch, ())
-        places.load(given, len(given[0]), ())
-        places.count.zero_()
-        found = _CallGraph(
-            places,
-            torch.ones(room, dtype=torch.float64, device=device),
-            torch.ones(room, dtype=torch.bool, device=device),
-        )
-        inner = with_tensors(batch, places.batch)
+    def _captured(self, function: Callable[[Any], Any], batch: Any, room: int) -> Any:
+        graph = self._places(_CallGraph, room, batch)
+        inner = with_tensors(batch, graph.batch)
 
         def forward() -> None:
-            found.outputs = None  # with its graph, before another is made
-            found.tape, found.outputs = self._records.run(function, inner, room)
-            found.constant = [not value.requires_grad for value in tensors_of(found.outputs)]
+            graph.found = None  # with its graph, before another is made
+            graph.tape, graph.found = self._records.run(function, inner, room)
+            graph.constant = [not value.requires_grad for value in tensors_of(graph.found)]
 
         def backward() -> None:
-            tape, outputs = found.tape, tensors_of(found.outputs)
-            assert tape is not None
-            if not found.gradients:
-                found.gradients = [torch.zeros_like(value) for value in outputs]
+            tape, outputs = graph.tape, tensors_of(graph.found)
+            if not graph.gradients:
+                graph.gradients = [torch.zeros_like(value) for value in outputs]
             pairs = [
                 (value, gradient)
-                for value, gradient in zip(outputs, found.gradients, strict=True)
+                for value, gradient in zip(outputs, graph.gradients, strict=True)
                 if value.requires_grad
             ]
             # a backward pass is outside of the autocast that the call may be in
-            with only_trusted_rules(), torch.autocast(device.type, enabled=False):
+            with only_trusted_rules(), torch.autocast(graph.rows.device.type, enabled=False):
                 torch.autograd.grad(
                     [value for value, _ in pairs],
                     tape.leaves,
@@ -463,16 +408,12 @@ class CallGraphs(_Graphs):
                 )
             tape.recording = False
             tape.spoiled = rows_with_nan(outputs, room)
-            self._clip(tape, places.keep & found.keep, self.totals, found.scale)
+            self._module.clip(tape, graph.keep, self.totals, graph.scale)
             tape.leaves.clear()
-            found.tape = None
-            found.outputs = map_tensors(Tensor.detach, found.outputs, otherwise=lambda one: one)
+            graph.tape = None
+            graph.found = map_tensors(Tensor.detach, graph.found, otherwise=keep)
 
-        replays = self._capture([forward, backward], device, places.surroundings)
-        if replays is None:
-            return None
-        places.replays = replays
-        return found
+        return self._capture(graph, forward, backward)
 
 
 class _Replayed(torch.autograd.Function):
@@ -481,7 +422,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: _CallGraph, count: int, _: Tensor) -> tuple[Tensor, ...]:
         ctx.graph, ctx.count = graph, count
-        found = tuple(value[:count].clone() for value in tensors_of(graph.outputs))
+        found = tuple(value[:count].clone() for value in tensors_of(graph.found))
         constant = zip(found, graph.constant, strict=True)
         ctx.mark_non_differentiable(*(value for value, fixed in constant if fixed))
         return found
@@ -502,11 +443,6 @@ def rows_with_nan(outputs: Sequence[Tensor], records: int) -> Tensor | None:
         if value.numel() and value.is_floating_point()
     ]
     return torch.stack(found).any(0) if found else None
-
-
-def _texts(batch: Any) -> Any:
-    """What is no tensor among the arguments of a call."""
-    return map_tensors(lambda _: None, batch, otherwise=lambda value: value)
 
 
 class Surroundings:

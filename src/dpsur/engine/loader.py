@@ -44,7 +44,7 @@ from torch.utils.data import (
 from dpsur import checks
 from dpsur.errors import InvalidInputError, OpaqueBatchError, StepError
 from dpsur.functional.persons import PersonRecords
-from dpsur.functional.tree import map_tensors, tensors_of
+from dpsur.functional.tree import keep, map_tensors, tensors_of
 from dpsur.mechanism.gaussian import poisson_sample
 from dpsur.mechanism.streams import BATCH, VAL_BATCH, Stream, Streams
 
@@ -123,7 +123,7 @@ class PrivateBatch:
     def _map(self, change: Callable[[Tensor], Tensor]) -> "PrivateBatch":
         return PrivateBatch(
             tuple(
-                Group(group.records, map_tensors(change, group.batch, otherwise=_keep))
+                Group(group.records, map_tensors(change, group.batch, otherwise=keep))
                 for group in self.__groups
             )
         )
@@ -167,13 +167,16 @@ class CollateAlone:
         groups: dict[object, list[Any]] = {}
         for record in records:
             own = record if self.persons else [record]
-            alone = self._padded(_readable(self.collate(own)))
-            groups.setdefault(_shape(alone), []).append(alone)
+            alone = self._padded(
+                map_tensors(lambda value: value, self.collate(own), otherwise=_readable)
+            )
+            shape = tuple((value.shape, value.dtype) for value in tensors_of(alone))
+            groups.setdefault(shape, []).append(alone)
         return PrivateBatch(
             tuple(
                 Group(
                     len(group),
-                    map_tensors(lambda *values: torch.stack(values), *group, otherwise=_keep),
+                    map_tensors(lambda *values: torch.stack(values), *group, otherwise=keep),
                 )
                 for group in groups.values()
             )
@@ -244,13 +247,11 @@ def padding_of(collate: Any) -> dict[str, float] | None:
     }
 
 
-def _readable(batch: Any) -> Any:
-    def other(value: Any) -> Any:
-        if isinstance(value, (bool, int, float)):
-            return torch.tensor([value])
-        return Unreadable(type(value).__name__)
-
-    return map_tensors(lambda value: value, batch, otherwise=other)
+def _readable(value: Any) -> Any:
+    """A number as a tensor; anything else cannot be read."""
+    if isinstance(value, (bool, int, float)):
+        return torch.tensor([value])
+    return Unreadable(type(value).__name__)
 
 
 def opened(batch: Any) -> PrivateBatch:
@@ -262,16 +263,8 @@ def opened(batch: Any) -> PrivateBatch:
             "a private step was given tensors with different numbers of rows; pass it the batch "
             "that the loader yields, or tensors with a row per record"
         )
-    one = map_tensors(lambda value: value.unsqueeze(1), batch, otherwise=_keep)
+    one = map_tensors(lambda value: value.unsqueeze(1), batch, otherwise=keep)
     return PrivateBatch((Group(rows, one),))
-
-
-def _shape(alone: Any) -> object:
-    return tuple((value.shape, value.dtype) for value in tensors_of(alone))
-
-
-def _keep(value: Any) -> Any:
-    return value
 
 
 # Poisson sampling takes their place; it is over the whole data set, for any rank.
@@ -287,10 +280,6 @@ class Microbatch:
     before: int  # records in the microbatches before this one
     last: bool
     records: tuple[Any, ...] = ()  # their numbers in the data set
-
-    @property
-    def first(self) -> bool:
-        return not self.before
 
     @property
     def empty(self) -> bool:
@@ -399,16 +388,11 @@ class PoissonSampler(Sampler[list[Any]]):
         *,
         by_record: bool = False,
     ) -> None:
-        self.size, self._sample_rate, self._streams = size, sample_rate, streams
+        self.size, self.sample_rate, self._streams = size, sample_rate, streams
         self.persons, self.by_person = persons, persons is not None and not by_record
         self.steps: Sequence[int] = ()
         self.most: int | None = None
         self.planned: deque[Microbatch] = deque()
-
-    @property
-    def sample_rate(self) -> float:
-        """The probability with which each record joins each batch: the one that is charged."""
-        return self._sample_rate
 
     def units(self, drawn: Tensor, stream: Stream) -> list[Any]:
         """What this rank reads of a sample: records, or tuples of the records of a person."""
@@ -591,14 +575,8 @@ class TestReader:
 
     def __init__(self, loader: PrivateLoader, streams: Callable[[], Streams]) -> None:
         self._loader, self._streams = loader, streams
-
-    def blank(self) -> Any:
-        """A batch of one record of zeros."""
-        return self._collate()([])
-
-    def _collate(self) -> Collate:
-        own = cast(Collate, self._loader.collate_fn)
-        return Collate(own.collate, own.dataset, persons=own.persons)
+        own = cast(Collate, loader.collate_fn)
+        self.collate = Collate(own.collate, own.dataset, persons=own.persons)
 
     def read(
         self, step: int | Tensor, rate: float | None, *, here: bool = False
@@ -623,14 +601,14 @@ class TestReader:
         parts = [units[start : start + most] for start in range(0, longest, most)]
         if sampler.by_person:
             parts = _of_equal_size(units, most) or [[]]
-        collate, data = self._collate(), cast(Any, loader.dataset)
-        batches: Iterable[Any] = (collate([data[row] for row in part]) for part in parts)
+        data = cast(Any, loader.dataset)
+        batches: Iterable[Any] = (self.collate([data[row] for row in part]) for part in parts)
         if not here:
             batches = DataLoader(
                 loader.dataset,
                 batch_sampler=cast(Any, parts),
                 num_workers=loader.num_workers,
-                collate_fn=collate,
+                collate_fn=self.collate,
                 pin_memory=loader.pin_memory,
                 timeout=loader.timeout,
                 worker_init_fn=loader.worker_init_fn,

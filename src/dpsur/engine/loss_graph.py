@@ -81,7 +81,10 @@ _ARGUMENTS = (
 )
 # Gradients that go through these do not depend on what is added up.
 _LINEAR = {"Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "View", "Squeeze", "ToCopy", "Clone"}
-_VIEWS = {"View", "UnsafeView", "ReshapeAlias"}
+_OF_ONE_NUMBER = {
+    *("Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Mean", "Sum"),
+}
+_VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze"}
 _PAIRS = {"Maximum", "Minimum", "Xlogy", "Atan2", "Hypot"}  # of each number and its counterpart
 # Along some dimensions, among which that of the records must not be.
 _ALONG = {
@@ -98,21 +101,12 @@ _LOSSES = _OF_CLASSES | {
 _NONE, _MEAN = 0, 1
 
 
-@dataclass(frozen=True)
-class LossReport:
-    """What to multiply each record's gradient by, whether the batch was averaged, and factors."""
-
-    scale: float | Tensor
-    mean: bool
-    factors: tuple[float, ...]
-    divisor: Tensor | None = None
-
-
 def check_loss_graph(
     loss: Tensor, cut: Cut, records: int, names: dict[int, str], fed: Sequence[Tensor] = ()
-) -> LossReport:
+) -> tuple[Total, tuple[float, ...]]:
     """Follow a loss down to the outputs in `cut`; refuse it where records may be coupled.
 
+    Returns what the loss is, and the numbers in it that have to be the same in every batch.
     `names` are those of parameters by identity, for messages; `fed` are inputs of calls that were
     computed from outputs of others.
     """
@@ -134,13 +128,13 @@ def check_loss_graph(
                     number, plain = _constant(node)
                     if number is not None and not plain:
                         raise CouplingError(_BY_A_TENSOR) from None
-        return LossReport(1.0, True, tuple(walk.factors))
+        return Total(1.0, True), tuple(walk.factors)
     state = walk.state(loss.grad_fn, 0)
     if not isinstance(state, Total):
         if math.prod(state.shape) != 1:
             raise CouplingError("the loss must be one number; reduce it with .mean() or .sum()")
         state = Total(1.0, False)
-    return LossReport(state.scale, state.mean, tuple(walk.factors), state.divisor)
+    return state, tuple(walk.factors)
 
 
 def calls_meet(loss: Tensor, cut: Cut) -> bool:
@@ -253,34 +247,20 @@ class _Walk:
                         + REMEDY
                     )
             return Total(first.scale, first.mean, divisor=first.divisor)
-        if kind in (
-            "Neg",
-            "ToCopy",
-            "Clone",
-            "Alias",
-            "View",
-            "Squeeze",
-            "Unsqueeze",
-            "Mean",
-            "Sum",
-        ):
+        if kind in _OF_ONE_NUMBER:
             return first
-        if kind in ("Mul", "Div") and len(inputs) == 1:
-            return self._scaled(node, kind, first)
-        raise self._unknown(node)
-
-    def _scaled(self, node: Any, kind: str, total: Total) -> Total:
-        """A total times or over a number; over the number of its items it is a mean."""
+        if kind not in ("Mul", "Div") or len(inputs) != 1:
+            raise self._unknown(node)
         value, plain = _constant(node)
         if value is None:
             raise self._unknown(node, "a total of the batch times a tensor")
-        if kind == "Div" and not total.mean and value in (self.records, *total.items):
-            self.factors.append(self.records / value)
+        if kind == "Div" and not first.mean and value in (self.records, *first.items):
+            self.factors.append(self.records / value)  # over the number of its items it is a mean
             return Total(float(self.records), True)
         if not plain:
             raise CouplingError(_BY_A_TENSOR)
         self.factors.append(value if kind == "Mul" else 1 / value)
-        return Total(total.scale, total.mean, divisor=total.divisor)
+        return Total(first.scale, first.mean, divisor=first.divisor)
 
     def _of_rows(
         self, node: Any, kind: str, rows: list[RecordRows], shape: tuple[int, ...]
@@ -309,12 +289,10 @@ class _Walk:
         if kind in ("Add", "Sub", "Rsub") and side_by_side:
             self._note_arguments(node)
             return RecordRows(shape)
-        if (
-            kind == "Bmm"
-            and side_by_side
-            and (len(rows) == 2 or self._is_target(_saved(node, "_saved_mat2", "_saved_self")))
-        ):
-            return RecordRows(shape)
+        if kind == "Bmm" and side_by_side:
+            if len(rows) == 2 or self._is_target(_saved(node, "_saved_mat2", "_saved_self")):
+                return RecordRows(shape)
+            raise self._unknown(node)
         if kind == "Mm" and len(rows) == 1 and node.next_functions[1][0] is None:
             self._note_fixed(node._saved_mat2)  # such as prototypes
             return RecordRows(shape)
@@ -333,8 +311,10 @@ class _Walk:
             return self._index(node, first, shape)
         if kind in ("Mul", "Div"):
             return self._product(node, rows, shape)
-        if kind in _VIEWS or kind in ("Squeeze", "Unsqueeze"):
-            return self._view(node, first, shape)
+        if kind in _VIEWS:
+            if math.prod(first.shape) != math.prod(shape) or not shape or shape[0] % self.records:
+                raise self._unknown(node, "records are folded into another dimension")
+            return RecordRows(shape)
         if kind in _LOSSES:
             return self._loss(node, kind, first, shape)
         raise self._unknown(node)
@@ -376,19 +356,15 @@ class _Walk:
         """`rows[arange, y]`: one entry of each row, in their order."""
         indices = [one for one in node._saved_indices if isinstance(one, Tensor)]
         count = first.shape[0]
-        in_order = (
+        if (
             bool(indices)
             and indices[0].dtype == torch.int64
             and torch.equal(indices[0].cpu(), torch.arange(count))
-        )
-        if (
-            not in_order
-            or not shape
-            or shape[0] != count
-            or not all(map(self._is_target, indices[1:]))
+            and shape[:1] == (count,)
+            and all(map(self._is_target, indices[1:]))
         ):
-            raise self._unknown(node, "rows are chosen by a tensor")
-        return RecordRows(shape)
+            return RecordRows(shape)
+        raise self._unknown(node, "rows are chosen by a tensor")
 
     def _note_arguments(self, node: Any) -> None:
         """Refuse tensors beside the rows, and note numbers: a clamp, a mask, an exponent."""
@@ -417,11 +393,6 @@ class _Walk:
                     self._note_fixed(other)
                     return RecordRows(shape)
         raise self._unknown(node, "rows times a tensor, which may hold weights of the whole batch")
-
-    def _view(self, node: Any, first: RecordRows, shape: tuple[int, ...]) -> State:
-        if math.prod(first.shape) == math.prod(shape) and shape and shape[0] % self.records == 0:
-            return RecordRows(shape)
-        raise self._unknown(node, "records are folded into another dimension")
 
     def _per_record(self, count: int) -> None:
         """Note what a mean divides each record by: numbers that follow the longest record vary."""
@@ -465,16 +436,14 @@ class _Walk:
         if not why and node.name().startswith("ExpandBackward"):
             why = "do outputs and targets have different shapes?"
         detail = f" ({why})" if why else ""
+        # as torch calls it, such as linalg_vector_norm for LinalgVectorNormBackward0
+        name = re.sub(r"Backward\d*$", "", node.name())
+        name = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
         return CouplingError(
-            f"the loss contains the operation `{_operation(node)}`{detail}, and it cannot be "
+            f"the loss contains the operation `{name}`{detail}, and it cannot be "
             "verified that each record's loss depends on that record alone, so that clipping "
             f"might not bound what one record changes; {REMEDY}"
         )
-
-
-def _operation(node: Any) -> str:
-    """What torch calls an operation, such as linalg_vector_norm for LinalgVectorNormBackward0."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", node.name())).lower()
 
 
 def _dims(node: Any, kind: str, rank: int) -> set[int]:
@@ -515,10 +484,6 @@ def _constant(node: Any) -> tuple[float | None, bool]:
     found = _saved(node)
     if found is None or found.dim():
         return None, False
-    return float(found), _is_python_number(found)
-
-
-def _is_python_number(value: Tensor) -> bool:
-    """Type promotion treats a number from Python as weaker than any tensor."""
-    weak = torch.ones((), dtype=torch.float16 if value.is_floating_point() else torch.int8)
-    return torch.result_type(weak, value) is weak.dtype
+    # type promotion treats a number from Python as weaker than any tensor
+    weak = torch.ones((), dtype=torch.float16 if found.is_floating_point() else torch.int8)
+    return float(found), torch.result_type(weak, found) is weak.dtype

@@ -21,7 +21,7 @@ from dpsur.engine.watch import Watcher
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import mode, output_rows
 from dpsur.functional.process_settings import precision
-from dpsur.functional.tree import Params, map_tensors, tensors_of
+from dpsur.functional.tree import Params, keep, map_tensors, tensors_of
 from dpsur.mechanism.block_tests import (
     GRADIENT_NORM,
     LOSS_DECREASE,
@@ -126,7 +126,7 @@ class Evaluation:
             raise InvalidInputError(
                 "a test of the gate needs batches whose tensors have a row per record"
             )
-        device = next(iter(self.watcher.trained.values())).device
+        device = self.watcher.device
 
         def front(value: Tensor) -> Tensor:
             value = value.to(device)
@@ -134,29 +134,25 @@ class Evaluation:
                 return value.expand(rows // rows_each)
             return value.reshape(-1, rows_each, *value.shape[1:])
 
-        return rows // rows_each, map_tensors(front, batch, otherwise=lambda value: value)
+        return rows // rows_each, map_tensors(front, batch, otherwise=keep)
 
     def _of_one(self, batch: Any) -> tuple[Any, Any, Tensor]:
         module = self.watcher.module
         if self.losses is not None:
             return None, None, self.losses(module, batch)
-        outputs, targets = self._outputs_of(batch)
-        assert self.criterion is not None
-        outputs = output_rows(outputs)
-        return outputs, targets, self.criterion.loss(outputs, targets)
-
-    def _outputs_of(self, batch: Any) -> tuple[Any, Any]:
-        module = self.watcher.module
         if self.outputs is not None:
-            return self.outputs(module, batch)
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            outputs, targets = self.outputs(module, batch)
+        elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+            outputs, targets = module(batch[0]), batch[1]
+        else:
             raise InvalidInputError(
                 "batches of the loader are no pairs of inputs and targets; give the gate "
                 "outputs=..., a function of (model, batch) that returns the outputs of the model "
                 "and the targets"
             )
-        inputs, targets = batch
-        return module(inputs), targets
+        assert self.criterion is not None
+        outputs = output_rows(outputs)
+        return outputs, targets, self.criterion.loss(outputs, targets)
 
 
 @dataclass(frozen=True)
@@ -171,7 +167,7 @@ class ModelTests:
     @cached_property
     def classes(self) -> int:
         """How many classes the model tells apart, by the outputs for a blank record."""
-        found = self.evaluate(self.reader.blank())
+        found = self.evaluate(self.reader.collate([]))
         return classes_of(found.outputs, found.targets)
 
     def total(self, quantity: str, state: State, draws: Draws) -> Tensor:
@@ -231,16 +227,15 @@ class CandidateTest:
     rule: Rule
     rejects: ClassVar[bool] = True
 
-    def begin(self, state: State, draws: Draws) -> "_Begun":  # noqa: ARG002
-        rate = self.test.sample_rate
-        batches = list(self.reader.read(draws.step, rate, here=True))
-        return _Begun(batches, self._mean_loss(batches, draws))
+    def begin(self, state: State, draws: Draws) -> tuple[list[Any], Tensor]:  # noqa: ARG002
+        """The batch of a test, in microbatches with their numbers of records, and its loss."""
+        batches = list(self.reader.read(draws.step, self.test.sample_rate, here=True))
+        return batches, self._mean_loss(batches, draws)
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:  # noqa: ARG002
-        assert isinstance(candidate.test, _Begun)
-        after = self._mean_loss(candidate.test.batches, draws)
-        accept = self.rule.decide(after - candidate.test.before, draws[VAL_NOISE])
-        return Verdict(accept.cpu())
+        batches, before = candidate.test
+        after = self._mean_loss(batches, draws)
+        return Verdict(self.rule.decide(after - before, draws[VAL_NOISE]).cpu())
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:  # noqa: ARG002
         return state
@@ -256,7 +251,7 @@ class CandidateTest:
         total = torch.zeros((), dtype=torch.float64, device=device)
         with torch.no_grad(), mode(module, training=False):
             for count, batch in batches:
-                moved = map_tensors(lambda v: v.to(device), batch, otherwise=lambda v: v)
+                moved = map_tensors(lambda v: v.to(device), batch, otherwise=keep)
                 found = self.loss(module, moved)
                 if not isinstance(found, Tensor) or found.numel() != 1:
                     raise InvalidInputError(
@@ -269,14 +264,6 @@ class CandidateTest:
         records = torch.full_like(total, sum(count for count, _ in batches))
         total, records = draws.ranks.sum(torch.stack([total, records])).unbind()
         return total / records.clamp(min=1)
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """The batch of a test, in microbatches with their numbers of records, and the loss on it."""
-
-    batches: list[tuple[int, Any]]
-    before: Tensor
 
 
 def _unit_means(values: Tensor, units: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from dpsur import checks
 from dpsur.distributed import connect
 from dpsur.distributed.ranks import unwrap
+from dpsur.engine.captured import CallGraphs
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.loader import (
     PoissonSampler,
@@ -268,7 +269,7 @@ class PrivacyEngine(PrivateLoop):
             each = units.persons.records_each if units.persons and by_person else 1
             sampler.most = max(1, max_physical_batch_size // each)
         if sharding is None:
-            self._watcher.graphs = self._call_graphs(sampler)
+            self._watcher.graphs = CallGraphs(self._watcher, self._watcher.records, self._sample)
         self._loader = PrivateLoader(data_loader, sampler, self, units.length)
         if self._private_steps:
             self._loader.collate_alone()
@@ -473,7 +474,7 @@ class PrivacyEngine(PrivateLoop):
         written, and with a gate the number of accepted updates, which is paid for.
         """
         statement = self.statement()
-        if self._due is not None and self._watcher.sums.rows:
+        if self.due is not None and self._watcher.sums.rows:
             raise StepError("a batch was begun and not stepped on; finish it before you save")
         folder = RunFolder(path)
         folder.check_new()
@@ -536,25 +537,22 @@ class PrivacyEngine(PrivateLoop):
             account = self.accountant.resumed(saved.ledger)
         except (BudgetError, InvalidInputError) as error:
             raise CheckpointError(f"the state is damaged: {error}") from error
-        self._load_state(saved)
+        if self.sets_learning_rate:  # the optimizer that restored weights start with
+            self._weights.load_at_rest(saved.more["at_rest"])
+        if saved.tensors:
+            weights: dict[str, Params] = {}
+            for name, value in saved.under(SAVED).items():
+                end, _, key = name.partition("/")
+                weights.setdefault(end, {})[key] = value.to(self._streams.device)
+            if any(self._weights.live().keys() != held.keys() for held in weights.values()):
+                raise CheckpointError(
+                    "the checkpoint holds other weights or buffers than the model"
+                )
+            self._state = replace(self._at_hand(), memory=saved.under(MEMORY), saved=weights)
+            self._use_clip_norm()
         booking = saved.more.get("booking")
         if booking is not None and self._data_ledger and self._data_ledger.holds(booking):
             self._booking = booking
-        self._ledger, self._due = account, None
+        self._ledger, self.due = account, None
         self._checked = self._checked or saved.more.get("independence") != BY_CONSTRUCTION
         self._watcher.forget()
-
-    def _load_state(self, state: Checkpoint) -> None:
-        """Take over what was released, saved weights, and the optimizer that they start with."""
-        if self.sets_learning_rate:
-            self._weights.load_at_rest(state.more["at_rest"])
-        if not state.tensors:
-            return
-        weights: dict[str, Params] = {}
-        for name, value in state.under(SAVED).items():
-            end, _, key = name.partition("/")
-            weights.setdefault(end, {})[key] = value.to(self._streams.device)
-        for saved in weights.values():
-            self._weights.check(saved)
-        self._state = replace(self._at_hand(), memory=state.under(MEMORY), saved=weights)
-        self._use_clip_norm()

@@ -12,7 +12,7 @@ from dpsur.engine.loader import TestReader
 from dpsur.engine.model_tests import CandidateTest, Evaluation, ModelTests
 from dpsur.engine.setup import plan_without_noise
 from dpsur.engine.watch import Watcher
-from dpsur.engine.weights import ModuleGradient, ModuleUpdates, ModuleWeights
+from dpsur.engine.weights import ModuleGradient, ModuleUpdates, ModuleWeights, Rates
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.blocks import MeasuredTraining, RateSearchTraining
 from dpsur.mechanism.gates import (
@@ -224,7 +224,7 @@ def make_procedure(
         assert plan is not None
         evaluation = Evaluation(watcher, criterion, gate.outputs, gate.losses)
         rule = _rule_of(gate, weights.optimizer, mechanism.max_grad_norm)
-        weights.search_rates()
+        weights.rates, weights.at_rest = Rates(weights.optimizer), weights.copy_optimizer()
         return RateSearchTraining(
             plan, updates, ModelTests(evaluation, reader, plan.test, mechanism.records), rule
         )

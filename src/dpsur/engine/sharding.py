@@ -115,17 +115,13 @@ class Sharding:
         whole = DTensor.from_local(value, mesh, [Partial("sum")] * mesh.ndim, run_check=False)
         return whole.redistribute(placements=like.placements).to_local()
 
-    def zeros(self, name: str) -> Tensor:
-        like = self.trained[name]
-        assert isinstance(like, DTensor)
-        return torch.zeros_like(like.to_local())
-
     def offsets(self) -> dict[str, int]:
         """Where the first number of each shard stands in the whole vector.
 
         Each number has its own address then, so no two ranks draw the same noise.
         """
-        found, start, one_type = {}, 0, len(self._types()) == 1
+        found, start = {}, 0
+        one_type = len({value.dtype for value in self.trained.values()}) == 1
         for name, like in self.trained.items():
             assert isinstance(like, DTensor)
             found[name] = start + self._offset(like)
@@ -133,9 +129,6 @@ class Sharding:
             if not one_type:  # then parameters are drawn for one by one, in whole blocks
                 start = -4 * (-start // 4)
         return found
-
-    def _types(self) -> set[torch.dtype]:
-        return {value.dtype for value in self.trained.values()}
 
     @staticmethod
     def _offset(value: DTensor) -> int:

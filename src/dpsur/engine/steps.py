@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any, cast
 
 import torch
@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpsur.engine import captured
-from dpsur.engine.captured import CallGraphs, GradientGraphs
+from dpsur.engine.captured import GradientGraphs
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.loader import (
     Microbatch,
-    PoissonSampler,
     PrivateBatch,
     PrivateLoader,
     groups_of,
@@ -47,7 +46,7 @@ from dpsur.errors import (
 )
 from dpsur.functional.problem import same_bits
 from dpsur.functional.process_settings import seeded_globally
-from dpsur.functional.tree import Params, map_tensors, tensors_of
+from dpsur.functional.tree import Params, keep, map_tensors, tensors_of
 from dpsur.mechanism.blocks import MeasuredTraining, memory_of
 from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import LAYERS, Streams
@@ -88,7 +87,7 @@ class PrivateStep:
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Make a step with a batch of the private loader."""
         figures = self.engine.clip_batch(self, batch, args, kwargs)
-        self.engine.update()
+        self.engine._optimizer.step()
         return figures
 
     @property
@@ -148,7 +147,7 @@ class PrivateLoop:
         self._data_ledger: DataLedger | None = None
         self._booking: str | None = None  # in that ledger
         self._ledger: Account | None = None
-        self._due: Microbatch | None = None
+        self.due: Microbatch | None = None  # which is to be stepped on
         self._criterion: Criterion | None = None
         self._state: State | None = None  # None before the first batch
         self._first: Callable[[], None] | None = None  # puts the first weights back
@@ -199,18 +198,6 @@ class PrivateLoop:
         """The records that this rank draws from, and at which rate."""
         return -(-self._units.size // self._streams.ranks.size), self._units.rate
 
-    def _call_graphs(self, sampler: PoissonSampler) -> CallGraphs:
-        """Where calls of the module are captured."""
-        watcher = self._watcher
-        return CallGraphs(
-            watcher.records,
-            watcher.clip,
-            self.layer_randomness,
-            self._sample,
-            lambda: watcher.max_grad_norm,
-            lambda: sampler.most,
-        )
-
     def _batch_streams(self) -> Streams:
         """Batches are drawn on the host."""
         if self._streams.device.type == "cpu":
@@ -221,10 +208,23 @@ class PrivateLoop:
         """The numbers of the steps whose batches an iteration of the loader may yield."""
         self._check_size()
         first = self.accountant.steps + 1
-        self._due = None  # what was looked at and not used is drawn again
+        self.due = None  # what was looked at and not used is drawn again
         self._watcher.forget()
         if self.finished():
-            raise self._spent()
+            if self.sets_learning_rate:
+                raise BudgetError(
+                    f"the plan of the BlockGate is done ({self.accountant.describe()}); one pass "
+                    "over the loader is the whole training: iterate over it once"
+                )
+            if self._stopped:
+                raise BudgetError(
+                    "the training has ended: the loss that was paid for has stopped improving; "
+                    "state and save"
+                )
+            raise BudgetError(
+                f"the budget is spent after {self.accountant.steps} steps "
+                f"({self.accountant.describe()}); stop here, or plan more steps in make_private"
+            )
         self._book()
         self._make_tests()
         plan = self.accountant.plan
@@ -252,7 +252,7 @@ class PrivateLoop:
 
     def finished(self) -> bool:
         """Whether no further batch is to be yielded: what was planned is done."""
-        if self._due is not None:
+        if self.due is not None:
             return False
         if self._stopped:
             return True
@@ -272,25 +272,6 @@ class PrivateLoop:
         """Whether a test of a block was charged and then not made."""
         return self.accountant.tests > int(memory_of(self._at_hand())["tests"])
 
-    def _follow_device(self) -> None:
-        self._streams.device = next(iter(self._watcher.trained.values())).device
-
-    def _spent(self) -> BudgetError:
-        if self.sets_learning_rate:
-            return BudgetError(
-                f"the plan of the BlockGate is done ({self.accountant.describe()}); one pass over "
-                "the loader is the whole training: iterate over it once"
-            )
-        if self._stopped:
-            return BudgetError(
-                "the training has ended: the loss that was paid for has stopped improving; state "
-                "and save"
-            )
-        return BudgetError(
-            f"the budget is spent after {self.accountant.steps} steps "
-            f"({self.accountant.describe()}); stop here, or plan more steps in make_private"
-        )
-
     def _check_size(self) -> None:
         now = len(cast(Sized, self._dataset))
         if now != self._records:
@@ -304,7 +285,7 @@ class PrivateLoop:
         """The loader is about to yield a microbatch."""
         self._check_size()
         self._make_tests()  # where one was interrupted
-        if batch.first and self._due is not None:
+        if not batch.before and self.due is not None:
             raise StepError(
                 "a private batch was drawn and optimizer.step() was not called for the one before; "
                 "make one step for every batch of the loader (for larger batches, give the loader "
@@ -321,25 +302,19 @@ class PrivateLoop:
                 "a microbatch was drawn, and backward() was not called exactly once for each "
                 "record of those before; call it for every microbatch"
             )
-        if batch.first:
+        if not batch.before:
             self._calls = 0
-        self._due, self._content = batch, content
+        self.due, self._content = batch, content
         self._versions = [value._version for value in tensors_of(content)]
         self._yields_open = self._yields_open or not isinstance(content, PrivateBatch)
 
     def expect(self, rows: int) -> Tensor | None:
         """Called before each watched forward pass: a private batch has to be there."""
-        if self._due is None:
+        if self.due is None:
             raise StepError(NO_BATCH)
-        if self._due.empty:
-            device = next(iter(self._watcher.trained.values())).device
-            return torch.zeros(rows, dtype=torch.bool, device=device)
+        if self.due.empty:
+            return torch.zeros(rows, dtype=torch.bool, device=self._watcher.device)
         return None
-
-    @property
-    def due(self) -> Microbatch | None:
-        """The microbatch at hand, which is to be stepped on."""
-        return self._due
 
     def has_yielded(self, value: Tensor) -> bool:
         """Whether a tensor holds what one of the loader does, with the records in their order."""
@@ -353,7 +328,7 @@ class PrivateLoop:
         """Secret random numbers for code that draws some, others in every call of a step."""
         self._calls += 1
         seed = self._streams.seed_for(LAYERS, self.accountant.steps) + self._calls
-        return seeded_globally(seed, next(iter(self._watcher.trained.values())).device)
+        return seeded_globally(seed, self._watcher.device)
 
     @contextmanager
     def final_refusals(self) -> Iterator[None]:
@@ -424,7 +399,7 @@ class PrivateLoop:
                 "private_step does not take a model that fully_shard has sharded; write "
                 "loss.backward() and optimizer.step() in the loop, or train on one device"
             )
-        due = self._due
+        due = self.due
         if due is None:
             raise StepError(
                 "a private step was called without a new batch of the private loader; call it once "
@@ -472,35 +447,21 @@ class PrivateLoop:
         self._from_function = True
         return means(parts)
 
-    def update(self) -> None:
-        """Charge, add noise, and update the weights."""
-        self._optimizer.step()
-
     def _gradients(
         self, step: PrivateStep, batch: PrivateBatch, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[tuple[Params, Tensor, dict[str, Tensor]]]:
         """Clipped sums of some records at a time, with their losses and other figures."""
-        watcher, device = self._watcher, next(iter(self._watcher.trained.values())).device
+        watcher, device = self._watcher, self._watcher.device
         if step not in self._functions:
             models = self._module, *modules_of(step.function)
             self._functions[step] = RecordFunction(models, watcher.trained)
         records = self._functions[step]
 
-        def function(one: Any, *args: Any, **kwargs: Any) -> Any:
-            return step.function(self._module, one, *args, **kwargs)
-
+        function = partial(step.function, self._module)
         graphs = None
         if step.capture and device.type == captured.DEVICE:
             if step not in self._graphs:
-                self._graphs[step] = GradientGraphs(
-                    function,
-                    step.function,
-                    records,
-                    watcher.clip,
-                    self.layer_randomness,
-                    self._sample,
-                    lambda: watcher.max_grad_norm,
-                )
+                self._graphs[step] = GradientGraphs(watcher, records, self._sample, step.function)
             graphs = self._graphs[step]
         limit = step.max_physical_batch_size or self._loader.poisson.most
         groups = groups_of(batch.to(device, non_blocking=True))
@@ -510,9 +471,9 @@ class PrivateLoop:
             for start in range(0, group.records, most):
                 count = min(most, group.records - start)
                 some = slice(start, start + count)
-                part = map_tensors(lambda v: v[some], group.batch, otherwise=lambda v: v)  # noqa: B023
+                part = map_tensors(lambda v: v[some], group.batch, otherwise=keep)  # noqa: B023
                 if graphs is not None:
-                    found = graphs.run(watcher.sums, part, count, split, args, kwargs)
+                    found = graphs.run(function, part, count, split, args, kwargs)
                     if found is not None:
                         yield {}, *found
                         continue
@@ -537,19 +498,29 @@ class PrivateLoop:
                 self._state, verdict = self._take_step()
             finally:
                 if self.accountant.steps == due.step:  # it is charged, and its batch is used
-                    self._due = None
+                    self.due = None
                     self._watcher.forget()
             accepted = bool(verdict.accept)
             self.scheduler_due = accepted
             if self._shows_verdicts:
                 self.verdicts.append(accepted)
-            self._give_up_at_the_cap()
+            if self.accountant.charges_accepted and self.accountant.given_up:
+                assert self._first is not None
+                self._first()
+                raise NothingReleasedError(
+                    "the cap on trials was reached before all updates were accepted, which is as "
+                    "improbable as delta demands; the first weights are back, and nothing that "
+                    "came of this training may be released"
+                )
             self._make_tests()
-            self._compare_ranks()
+            steps, ranks = self.accountant.steps, self._streams.ranks
+            if steps % COMPARED_EVERY == 0 and self._watcher.sharding is None:
+                trained = {name: value.detach() for name, value in self._watcher.trained.items()}
+                ranks.check_state(trained, f"after step {steps}")
 
     def _take_step(self, *, charged: bool = False) -> tuple[State, Verdict]:
         """The step that `fit` makes, on the weights of the module."""
-        self._follow_device()
+        self._streams.device = self._watcher.device
         return take_step(
             self._procedure, self.accountant, self._streams, self._at_hand(), charged=charged
         )
@@ -568,7 +539,7 @@ class PrivateLoop:
                 "both would draw the same noise; call make_private in the process that trains"
             )
         self.check_refusal()
-        due, watcher = self._due, self._watcher
+        due, watcher = self.due, self._watcher
         if due is None:
             raise StepError(
                 "optimizer.step() was called without a new batch of the private loader; make one "
@@ -618,7 +589,11 @@ class PrivateLoop:
             while True:
                 charged = self._test_was_interrupted
                 if not charged:
-                    self._count_interrupted_updates()
+                    # an update that was charged and then interrupted has its place in its block
+                    state = self._at_hand()
+                    memory = memory_of(state)
+                    made = torch.full_like(memory["made"], self.accountant.made)
+                    self._state = replace(state, memory={**memory, "made": made})
                     if not self.accountant.test_is_due:
                         break
                 self._state, _ = self._take_step(charged=charged)
@@ -628,25 +603,3 @@ class PrivateLoop:
         norm = (self._at_hand().memory or {}).get("max_grad_norm")
         if norm is not None:
             self._watcher.max_grad_norm = float(norm)
-
-    def _count_interrupted_updates(self) -> None:
-        """An update that was charged and then interrupted has taken its place in its block."""
-        state = self._at_hand()
-        made = torch.full_like(memory_of(state)["made"], self.accountant.made)
-        self._state = replace(state, memory={**memory_of(state), "made": made})
-
-    def _give_up_at_the_cap(self) -> None:
-        if self.accountant.charges_accepted and self.accountant.given_up:
-            assert self._first is not None
-            self._first()
-            raise NothingReleasedError(
-                "the cap on trials was reached before all updates were accepted, which is as "
-                "improbable as delta demands; the first weights are back, and nothing that came of "
-                "this training may be released"
-            )
-
-    def _compare_ranks(self) -> None:
-        steps = self.accountant.steps
-        if steps % COMPARED_EVERY == 0 and self._watcher.sharding is None:
-            trained = {name: value.detach() for name, value in self._watcher.trained.items()}
-            self._streams.ranks.check_state(trained, f"after step {steps}")

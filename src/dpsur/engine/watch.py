@@ -29,7 +29,7 @@ from dpsur.engine.weights import TrainedModule, check_all_used
 from dpsur.errors import CouplingError, StepError, UnsupportedModelError
 from dpsur.functional.problem import Arguments, use_weights
 from dpsur.functional.process_settings import precision
-from dpsur.functional.tree import Params, describe_rows, map_tensors, tensors_of
+from dpsur.functional.tree import Params, describe_rows, keep, map_tensors, tensors_of
 from dpsur.per_example.clipping import clip_tape
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.record_level import only_trusted_rules
@@ -80,10 +80,8 @@ class Watcher(TrainedModule):
         owner: "PrivateLoop",
         sharding: Sharding | None = None,
     ) -> None:
-        super().__init__(module, trained, max_grad_norm, sharding)
-        self.loss_reduction = loss_reduction
-        self._expects, self.randomness = owner.expect, owner.layer_randomness
-        self._final_refusals, self._owner = owner.final_refusals, owner
+        super().__init__(module, trained, max_grad_norm, owner.layer_randomness, sharding)
+        self.loss_reduction, self._owner = loss_reduction, owner
         self.records = RecordFunction(
             (module,), trained, None if sharding is None else sharding.tape
         )
@@ -101,13 +99,15 @@ class Watcher(TrainedModule):
         # before hooks of others, such as those by which FSDP gathers weights
         self._handle = module.register_forward_pre_hook(self._enter, prepend=True)
         held = vars(module)
-        if isinstance(earlier := held.get("forward"), WatchedForward) and earlier.holds(module):
+        earlier = held.get("forward")
+        if isinstance(earlier, WatchedForward) and earlier.watcher.module is module:
             earlier.watcher.detach()  # of an engine that has trained the model before
         names = ["forward", *(() if sharding is not None else _methods(module))]
         self._own = {name: held[name] for name in names if name in held}
         self._watched = {name: WatchedForward(self, name, getattr(module, name)) for name in names}
         held.update(self._watched)
-        watch_backward(self)
+        _watchers.add(self)
+        _wrap_backward()
 
     def __deepcopy__(self, memo: Any) -> "Watcher":
         return _inactive()
@@ -120,7 +120,7 @@ class Watcher(TrainedModule):
         self._handle.remove()
         self._take_away()
         self._watched = {}
-        leave_backward(self)
+        _watchers.discard(self)
 
     def _take_away(self) -> None:
         """Give the module its own methods back."""
@@ -134,7 +134,7 @@ class Watcher(TrainedModule):
     def _enter(self, module: nn.Module, _: Any) -> None:
         if not hasattr(self, "module") or module is not self.module or not self._watches():
             return  # a copy of the module, or a call of our own
-        with self._final_refusals():
+        with self._owner.final_refusals():
             if self.sharding is None and len(module._forward_pre_hooks) > 1:
                 raise CouplingError(
                     "the model has a forward pre-hook of someone else, which sees the whole batch; "
@@ -160,7 +160,7 @@ class Watcher(TrainedModule):
         if not self._watches():
             with self.paused():
                 return self.module.forward(*args, **kwargs)
-        with self._final_refusals():
+        with self._owner.final_refusals():
             return self._call(name, args, kwargs)
 
     def _method(self, name: str, args: Any, kwargs: Any) -> Any:
@@ -178,7 +178,7 @@ class Watcher(TrainedModule):
                 self._needed.setdefault(name, False)
                 return found
             self._needed[name], self._made = True, made
-        with self._final_refusals():
+        with self._owner.final_refusals():
             self.check_parameters()
             return self._call(name, args, kwargs)
 
@@ -202,20 +202,26 @@ class Watcher(TrainedModule):
         if below and self._owner.due is None:
             return self._judge(name, given)
         count = _row_count(given)
-        self._expects(count)
+        self._owner.expect(count)
         self.check_interrupted()
         self._check_constants(name, given)
-        self._note_precision()
+        if torch.is_autocast_enabled(self.device.type):
+            if torch.get_autocast_dtype(self.device.type) is torch.float16:
+                raise StepError(
+                    "autocast in float16 needs a GradScaler, which a private step cannot have; use "
+                    "torch.autocast(..., dtype=torch.bfloat16)"
+                )
+            self.rounded = True
 
         def call(one: Any) -> Any:
             inner_args, inner_kwargs = one
             return getattr(self.module, name)(*inner_args, **inner_kwargs)
 
-        alone = map_tensors(lambda value: value.unsqueeze(1), (args, kwargs), otherwise=_keep)
+        alone = map_tensors(lambda value: value.unsqueeze(1), (args, kwargs), otherwise=keep)
         made = WatchedCall(None, count, given=tensors_of(given))
         with self._sharded, self.paused():
             if self.graphs is not None and name == "forward" and not below:
-                made.replay = self.graphs.run(call, self.sums, alone, count)
+                made.replay = self.graphs.run(call, alone, count, self._owner._loader.poisson.most)
             if made.replay is not None:
                 return self._outputs(made, made.replay.outputs)
             made.tape, found = self.records.run(call, alone, count, randomness=self.randomness)
@@ -256,17 +262,6 @@ class Watcher(TrainedModule):
                 "as engine.private_step, whose further arguments may change"
             )
 
-    def _note_precision(self) -> None:
-        kind = next(iter(self.trained.values())).device.type
-        if not torch.is_autocast_enabled(kind):
-            return
-        if torch.get_autocast_dtype(kind) is torch.float16:
-            raise StepError(
-                "autocast in float16 needs a GradScaler, which a private step cannot have; use "
-                "torch.autocast(..., dtype=torch.bfloat16)"
-            )
-        self.rounded = True
-
     def _outputs(self, call: WatchedCall, found: Any) -> Any:
         """What the module returns for the whole batch; notes where its graph ends."""
 
@@ -295,7 +290,7 @@ class Watcher(TrainedModule):
 
         # a call whose outputs were dropped is forgotten with its graph
         self.calls = [*[one for one in self.calls if not one.differentiated][-3:], call]
-        return map_tensors(batched, found, otherwise=_keep)
+        return map_tensors(batched, found, otherwise=keep)
 
     # The backward pass
 
@@ -315,10 +310,6 @@ class Watcher(TrainedModule):
 
     def before_backward(self, calls: list[WatchedCall], loss: Tensor) -> Any:
         """Inspect a loss; returns what undoes a mean over the batch, and the rest of each scale."""
-        with self._final_refusals():
-            return self._inspect(calls, loss)
-
-    def _inspect(self, calls: list[WatchedCall], loss: Tensor) -> Any:
         call = calls[0]
         if any(one.differentiated for one in calls):
             raise StepError(
@@ -338,16 +329,17 @@ class Watcher(TrainedModule):
             )
         cut = {key: one for one in calls for key in one.cut}
         fed = [value for one in calls for value in one.given if _under([value], cut)]
-        report = check_loss_graph(loss, cut, call.rows, self._names, fed)
+        total, factors = check_loss_graph(loss, cut, call.rows, self._names, fed)
         self._check_calls(calls, cut, loss)
-        if call.rows > 1 and report.mean != (self.loss_reduction == "mean"):
-            has = "a mean" if report.mean else "a sum"
+        if call.rows > 1 and total.mean != (self.loss_reduction == "mean"):
+            has = "a mean" if total.mean else "a sum"
             raise StepError(
                 f"the loss is {has} over the batch, but loss_reduction is "
                 f"{self.loss_reduction!r}; make the two agree in make_private(loss_reduction=...)"
             )
-        known = self._factors.setdefault(call.rows == 1, report.factors)
-        if not _close(known, report.factors):
+        known = self._factors.setdefault(call.rows == 1, factors)
+        pairs = zip(known, factors, strict=False)
+        if len(known) != len(factors) or not all(abs(a - b) <= 1e-9 * abs(a) for a, b in pairs):
             raise CouplingError(
                 "the loss scale differs from the first batch; a "
                 "number that depends on the batch couples its records: make it constant, or "
@@ -356,8 +348,8 @@ class Watcher(TrainedModule):
         for one in calls:
             if one.tape is not None:
                 one.tape.recording = True
-        start = report.scale if report.divisor is None else report.divisor
-        return start, report.scale / start
+        start = total.scale if total.divisor is None else total.divisor
+        return start, total.scale / start
 
     def _check_calls(self, calls: list[WatchedCall], cut: Cut, loss: Tensor) -> None:
         """Know how a loss goes through several calls; it has to be the same in every batch."""
@@ -396,11 +388,11 @@ class Watcher(TrainedModule):
         clipped by themselves, to a share of the norm.
         """
         self.check_interrupted()
-        keep = self._expects(calls[0].rows)
+        counted = self._owner.expect(calls[0].rows)
         for call in calls:
             call.differentiated = True
         if calls[0].replay is not None:
-            calls[0].replay.clip(scale, keep)
+            calls[0].replay.clip(scale, counted)
             self.sums.add(calls[0].rows, {})
             self.gradients.mark(self.unwatched)
             return
@@ -416,7 +408,7 @@ class Watcher(TrainedModule):
                 tapes[0].join(call.tape)
             else:
                 tapes.append(call.tape)
-        if keep is None:
+        if counted is None:
             check_all_used(*tapes)
         sums: Params = {}
         for tape in tapes:
@@ -424,7 +416,7 @@ class Watcher(TrainedModule):
                 tape,
                 tape.params,
                 self.max_grad_norm / len(tapes),
-                keep=keep,
+                keep=counted,
                 scale=scale,
                 places=None if sums else self._room(),
             ):  # of a sharded parameter only this rank's part is kept, of the sum of all ranks
@@ -459,10 +451,6 @@ class WatchedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.watcher.run(self.name, args, kwargs)
-
-    def holds(self, module: nn.Module) -> bool:
-        """Whether this belongs to that module itself, not to one that it was copied from."""
-        return self.watcher.module is module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self.watcher.module))
@@ -509,17 +497,8 @@ def _hooks(value: Tensor) -> int:
     return len(value._backward_hooks or ())
 
 
-def _keep(value: Any) -> Any:
-    return value
-
-
 def _inactive() -> Watcher:
     return object.__new__(Watcher)
-
-
-def _close(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    pairs = zip(one, other, strict=False)
-    return len(one) == len(other) and all(abs(a - b) <= 1e-9 * abs(a) for a, b in pairs)
 
 
 def _row_count(inputs: Arguments) -> int:
@@ -545,16 +524,6 @@ def _row_count(inputs: Arguments) -> int:
 
 _watchers: weakref.WeakSet[Any] = weakref.WeakSet()
 _plain_backward: Callable[..., None] | None = None
-
-
-def watch_backward(watcher: Any) -> None:
-    """Ask a watcher about every loss from now on."""
-    _watchers.add(watcher)
-    _wrap_backward()
-
-
-def leave_backward(watcher: Any) -> None:
-    _watchers.discard(watcher)
 
 
 def _wrap_backward() -> None:
@@ -601,7 +570,8 @@ def _wrap_backward() -> None:
         # Each record's gradient from the start: a mean over the batch would divide it by the number
         # of records, and what is rounded after that would depend on the others. The rest is what a
         # record's gradient still has to be multiplied by, which depends on that record alone.
-        first, rest = watcher.before_backward(calls, loss)
+        with watcher._owner.final_refusals():
+            first, rest = watcher.before_backward(calls, loss)
         start = torch.ones_like(loss) * first
         with only_trusted_rules():
             plain([loss], [start.to(loss.dtype)], retain_graph, False, *args, **options)

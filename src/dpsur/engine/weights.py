@@ -11,6 +11,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -22,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dpsur.distributed import Reduction
 from dpsur.engine.sharding import Sharding
-from dpsur.errors import CheckpointError, InvalidInputError, StepError
+from dpsur.errors import InvalidInputError, StepError
 from dpsur.functional.process_settings import precision, widen
 from dpsur.functional.tree import Params, empty_like
 from dpsur.mechanism import gaussian
@@ -245,6 +246,7 @@ class TrainedModule:
     """A module whose parameters are trained, and what the batch at hand has added up.
 
     Attributes:
+        randomness: what layers draw from.
         unwatched: why no gradient of a record was seen, in words, where that is known.
         rounded: whether a layer has rounded to bfloat16.
     """
@@ -254,16 +256,21 @@ class TrainedModule:
         module: nn.Module,
         trained: dict[str, nn.Parameter],
         max_grad_norm: float,
+        randomness: Callable[[], AbstractContextManager[None]],
         sharding: Sharding | None = None,
     ) -> None:
         self.module, self.trained, self.sharding = module, trained, sharding
-        self.max_grad_norm = max_grad_norm
+        self.randomness, self.max_grad_norm = randomness, max_grad_norm
         self.sums, self.gradients = Sums(), Gradients(trained)
         self.calls: list[Any] = []  # of the module, whose backward pass has not come yet
         self.unwatched: str | None = None
         self.rounded = False
         self._names = {id(value): name for name, value in module.named_parameters()}
         self._kept_room: tuple[object, Params] | None = None  # and shapes that it is for
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.trained.values())).device
 
     def check_parameters(self) -> None:
         """Refuse a module whose parameters are no longer those of the set-up."""
@@ -326,8 +333,7 @@ class TrainedModule:
         So noise needs no copy of them, and the system has no memory to clear. Private: what
         parameters have as their gradient is a copy.
         """
-        first = next(iter(self.trained.values()))
-        if self.sums.params or self.sharding is not None or first.device.type != "cpu":
+        if self.sums.params or self.sharding is not None or self.device.type != "cpu":
             return None
         shapes = [(value.shape, value.dtype) for value in self.trained.values()]
         if self._kept_room is None or self._kept_room[0] != shapes:
@@ -339,8 +345,7 @@ class TrainedModule:
         """The clipped sums of the batch, which are forgotten here."""
         sums = self.sums
         self.forget()
-        for name, value in (sums.captured or {}).items():
-            sums.params[name] = sums.params[name] + value if name in sums.params else value
+        sums.add(0, sums.captured or {})
         return {
             name: found
             if (found := sums.params.get(name)) is not None
@@ -397,15 +402,13 @@ class ModuleWeights:
         self.rates: Rates | None = None
         self.at_rest: OptimizerCopy | None = None
 
-    def search_rates(self) -> None:
-        """Let a gate set the learning rate from now on."""
-        self.rates, self.at_rest = Rates(self.optimizer), self.copy_optimizer()
-
     def live(self) -> Params:
         """The tensors at hand, by kind and name."""
-        found = _tensors_of(self.module)
-        for place, other in enumerate(self._followers):
-            found |= {f"{place} {name}": value for name, value in _tensors_of(other).items()}
+        found: Params = {}
+        for place, module in enumerate((self.module, *self._followers)):
+            prefix = f"{place - 1} " if place else ""
+            found |= {f"{prefix}parameter {n}": value for n, value in module.named_parameters()}
+            found |= {f"{prefix}buffer {n}": value for n, value in module.named_buffers()}
         return found
 
     def copy(self) -> Params:
@@ -422,7 +425,11 @@ class ModuleWeights:
     def copy_optimizer(self) -> OptimizerCopy:
         """The optimizer's state, to be put back later."""
         state = {key: copy.deepcopy(value) for key, value in self.optimizer.state.items()}
-        return OptimizerCopy(state, [_settings(group) for group in self.optimizer.param_groups])
+        groups = [
+            {name: copy.copy(value) for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        return OptimizerCopy(state, groups)
 
     def write_optimizer(self, saved: OptimizerCopy) -> None:
         values = copy.deepcopy(list(saved.state.values()))
@@ -442,11 +449,6 @@ class ModuleWeights:
         return back
 
     # --- checkpoints ------------------------------------------------------------------------------
-
-    def check(self, saved: Mapping[str, Any]) -> None:
-        """Refuse tensors of other modules."""
-        if self.live().keys() != saved.keys():
-            raise CheckpointError("the checkpoint holds other weights or buffers than the model")
 
     def at_rest_to_plain(self) -> dict[str, Any]:
         """Plain values and tensors; parameters by their number in the order of the groups."""
@@ -617,10 +619,12 @@ class ModuleUpdates:
         assert state.saved is not None
         first, trained = state.saved[START], self._trained()
         squares = [
-            _whole((value.detach() - first[key]).double().square().sum())
-            for key, value in trained.items()
+            (value.detach() - first[key]).double().square().sum() for key, value in trained.items()
         ]
-        return float(torch.stack(squares).sum()), sum(value.numel() for value in trained.values())
+        whole = [  # ranks may hold parts of them
+            value.full_tensor() if isinstance(value, DTensor) else value for value in squares
+        ]
+        return float(torch.stack(whole).sum()), sum(value.numel() for value in trained.values())
 
     def padded(self) -> None:
         """Batches are those of the loader."""
@@ -628,19 +632,3 @@ class ModuleUpdates:
 
     def _trained(self) -> Params:
         return {f"parameter {n}": value for n, value in self.source.watcher.trained.items()}
-
-
-def _tensors_of(module: nn.Module) -> Params:
-    return {
-        **{f"parameter {name}": value for name, value in module.named_parameters()},
-        **{f"buffer {name}": value for name, value in module.named_buffers()},
-    }
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: copy.copy(value) for name, value in group.items() if name != "params"}
-
-
-def _whole(value: Tensor) -> Tensor:
-    """A number that ranks may hold parts of."""
-    return value.full_tensor() if isinstance(value, DTensor) else value

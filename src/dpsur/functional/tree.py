@@ -143,7 +143,12 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def with_tensors(tree: Tree, tensors: Iterable[Tensor]) -> Tree:
     """The same structure around other tensors, in the order of `tensors_of`."""
     following = iter(tensors)
-    return map_tensors(lambda _: next(following), tree, otherwise=lambda value: value)
+    return map_tensors(lambda _: next(following), tree, otherwise=keep)
+
+
+def keep(value: Any) -> Any:
+    """For `map_tensors`: what is no tensor stays as it is."""
+    return value
 
 
 def row_count(rows: TensorTree) -> int:
