@@ -189,10 +189,8 @@ def charged_as_if_there_were_noise(patch):
     update = dpsur.SampledGaussian(0.2, 1.0)
     patch.setattr("dpsur.engine.privacy_engine.NonPrivate", lambda: update)
     patch.setattr(
-        "dpsur.engine.procedure.plan_without_noise",
-        lambda planned, _, delta, gated: (
-            dpsur.Account.for_steps(dpsur.Trial(update), planned, delta=delta).plan
-        ),
+        "dpsur.engine.procedure.Mechanism.account",
+        lambda self, _: dpsur.Account.for_steps(dpsur.Trial(update), self.steps, delta=self.delta),
     )
 
 

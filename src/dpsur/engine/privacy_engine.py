@@ -306,11 +306,6 @@ class PrivacyEngine(PrivateLoop):
         steps: int | None = None,
         gate: Gate | None = None,
         metrics: Metrics | None = None,
-        accounting: str | None = None,
-        groups: Any = None,
-        records_per_person: int | None = None,
-        sampling: str = PERSON,
-        records: int | None = None,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         """Like `make_private`, with the least noise for which the training fits a budget.
@@ -319,8 +314,12 @@ class PrivacyEngine(PrivateLoop):
         """
         data_loader = plain_loader(data_loader)
         check_loader(data_loader)
-        plain = gate is None and metrics is None
-        units = units_of(data_loader, groups, records_per_person, records, sampling, plain=plain)
+        of_units = ("groups", "records_per_person", "records", "sampling")
+        units = units_of(
+            data_loader,
+            **{name: options[name] for name in of_units if name in options},
+            plain=gate is None and metrics is None,
+        )
         planned = planned_steps(epochs, steps, units.length)
         if planned is None:
             raise InvalidInputError("give epochs or steps: the noise depends on their number")
@@ -333,7 +332,7 @@ class PrivacyEngine(PrivateLoop):
             target_delta,
             gate,
             metrics,
-            accounting,
+            options.get("accounting"),
             units.joining,
         ).with_noise()
         return self.make_private(
@@ -347,11 +346,6 @@ class PrivacyEngine(PrivateLoop):
             target_delta=target_delta,
             gate=mechanism.gate,
             metrics=mechanism.metrics,
-            accounting=accounting,
-            groups=groups,
-            records_per_person=records_per_person,
-            sampling=sampling,
-            records=records,
             **options,
         )
 
@@ -437,7 +431,7 @@ class PrivacyEngine(PrivateLoop):
     def _settings(self, plan: Plan) -> dict[str, Any]:
         """What `make_private` was given, with what it has chosen."""
         gate, metrics = self._mechanism.gate, self._mechanism.metrics
-        found = {
+        found: dict[str, Any] = {
             "batch_size": self.expected_batch_size,
             "noise_multiplier": self.noise_multiplier,
             "max_grad_norm": self.max_grad_norm,

@@ -1,5 +1,6 @@
 """What the options of `make_private` amount to: an account, and the procedure that it charges."""
 
+import logging
 import math
 from dataclasses import dataclass, replace
 from typing import Self
@@ -10,7 +11,6 @@ from dpsur import checks
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.loader import TestReader
 from dpsur.engine.model_tests import CandidateTest, Evaluation, ModelTests
-from dpsur.engine.setup import plan_without_noise
 from dpsur.engine.watch import Watcher
 from dpsur.engine.weights import ModuleGradient, ModuleUpdates, ModuleWeights, Rates
 from dpsur.errors import InvalidInputError
@@ -33,8 +33,15 @@ from dpsur.privacy.accounting import SELECTIVE_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, NonPrivate, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
-from dpsur.privacy.planning import TESTS_COST, Request, make_plan, plan_blocks
+from dpsur.privacy.planning import (
+    TESTS_COST,
+    Request,
+    make_plan,
+    plan_blocks,
+    repeated_plan,
+)
 
+_log = logging.getLogger("dpsur.engine")
 FIRST_CLIP_NORM = 1.0  # stays in force where a histogram of gradient norms shows nothing
 
 # The accountings of the updates that a test of candidates accepts.
@@ -86,8 +93,7 @@ class Mechanism:
         if isinstance(self.gate, LossGate) and self.gate.show_verdicts and self.charges_accepted:
             raise InvalidInputError(
                 f"show_verdicts=True would show what {self._charges!r} does not pay for; use the "
-                "accounting "
-                "'every-trial'"
+                "accounting 'every-trial'"
             )
 
     @property
@@ -126,9 +132,22 @@ class Mechanism:
 
     def account(self, noise_multiplier: float) -> Account:
         if not noise_multiplier:
-            gated = self.gate is not None or self.metrics is not None
+            if not (self.gate is None and self.metrics is None and self.epsilon is None):
+                raise InvalidInputError(
+                    "noise_multiplier=0 has no privacy, and so neither a gate nor a "
+                    "target_epsilon; leave them out, or give a noise multiplier"
+                )
+            if self.steps is None:
+                raise InvalidInputError(
+                    "noise_multiplier=0 trains without privacy, for debugging; say how long: "
+                    "epochs=... or steps=..."
+                )
+            _log.warning(
+                "dpsur: noise_multiplier=0: this training is not private, epsilon is infinite"
+            )
+            budget = Budget(math.inf, self.delta)
             return Account.from_plan(
-                plan_without_noise(self.steps, self.epsilon, self.delta, gated=gated)
+                repeated_plan(budget, EVERY_TRIAL, Trial(NonPrivate()), self.steps)
             )
         trial = self._trial(noise_multiplier)
         epsilon, delta = self.epsilon, self.delta

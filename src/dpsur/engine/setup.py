@@ -1,7 +1,6 @@
 """What `make_private` is given, checked before anything is changed."""
 
 import logging
-import math
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,12 +27,7 @@ from dpsur.functional.persons import (
 )
 from dpsur.per_example.model_check import refuse_complex
 from dpsur.per_example.rules import layer_fault
-from dpsur.privacy.account import ACCOUNTING
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
-from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import NonPrivate, Trial
-from dpsur.privacy.plan import Plan
-from dpsur.privacy.planning import repeated_plan
 from dpsur.privacy.statement import (
     DECLARED_SIZE,
     GROUP_SIZE,
@@ -238,21 +232,3 @@ def planned_steps(epochs: int | None, steps: int | None, length: int) -> int | N
     if steps is not None:
         checks.at_least_one("steps", steps)
     return steps
-
-
-def plan_without_noise(
-    planned: int | None, target_epsilon: float | None, delta: float, *, gated: bool
-) -> Plan:
-    """The plan of a training without noise, which has no guarantee and says so."""
-    if gated or target_epsilon is not None:
-        raise InvalidInputError(
-            "noise_multiplier=0 has no privacy, and so neither a gate nor a target_epsilon; leave "
-            "them out, or give a noise multiplier"
-        )
-    if planned is None:
-        raise InvalidInputError(
-            "noise_multiplier=0 trains without privacy, for debugging; say how long: epochs=... or "
-            "steps=..."
-        )
-    _log.warning("dpsur: noise_multiplier=0: this training is not private, epsilon is infinite")
-    return repeated_plan(Budget(math.inf, delta), ACCOUNTING, Trial(NonPrivate()), planned)

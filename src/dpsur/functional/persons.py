@@ -7,7 +7,7 @@ row is then bounded for a person, whatever computes it.
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,12 +246,23 @@ def choose_records(examples: Examples, groups: Groups) -> tuple[Examples, Person
     order = torch.argsort(groups.person, stable=True)
     counts = torch.bincount(groups.person, minlength=groups.count)
     most = groups.records_each
-    draws = _Draws(examples)
+    parts = [
+        np.ascontiguousarray(part.detach().cpu().numpy()).reshape(len(part), -1)
+        for part in tensors_of((examples.inputs, examples.targets))
+    ]
+
+    def draw(record: int) -> bytes:
+        """A number for a record, from its values alone."""
+        digest = hashlib.blake2b(digest_size=16, key=KEY)
+        for part in parts:
+            digest.update(part[record].data)
+        return digest.digest()
+
     kept, start = [], 0
     for count in counts.tolist():
         own = order[start : start + count].tolist()
         start += count
-        kept.append(own if count <= most else sorted(sorted(own, key=draws.of)[:most]))
+        kept.append(own if count <= most else sorted(sorted(own, key=draw)[:most]))
     width = min(most, max(map(len, kept)))
     flat = torch.tensor([row for own in kept for row in own])
     sizes = torch.tensor([len(own) for own in kept])
@@ -259,20 +270,3 @@ def choose_records(examples: Examples, groups: Groups) -> tuple[Examples, Person
     present = places < sizes[:, None]
     rows = (sizes.cumsum(0) - sizes)[:, None] + torch.where(present, places, 0)
     return examples.select(flat), Persons(rows, present)
-
-
-class _Draws:
-    """A number for a record, from its values alone."""
-
-    def __init__(self, examples: Examples) -> None:
-        parts: Sequence[Tensor] = tensors_of((examples.inputs, examples.targets))
-        self._parts = [
-            np.ascontiguousarray(part.detach().cpu().numpy()).reshape(len(part), -1)
-            for part in parts
-        ]
-
-    def of(self, record: int) -> bytes:
-        digest = hashlib.blake2b(digest_size=16, key=KEY)
-        for part in self._parts:
-            digest.update(part[record].data)
-        return digest.digest()

@@ -36,6 +36,7 @@ from dpsur.functional.tree import (
     TensorTree,
     concatenate_rows,
     empty_like,
+    keep,
     map_tensors,
     row_count,
     split_rows,
@@ -68,30 +69,11 @@ class Arguments:
         self.args, self.kwargs = args, kwargs
 
 
-def _tensors_of(given: Arguments) -> tuple[list[Tensor], Arguments]:
-    found: list[Tensor] = []
-    map_tensors(found.append, (given.args, given.kwargs), otherwise=lambda _: None)
-    return found, given
-
-
-def _with_tensors(tensors: Iterable[Any], given: Arguments) -> Arguments:
-    following = iter(tensors)
-    args, kwargs = map_tensors(
-        lambda _: next(following), (given.args, given.kwargs), otherwise=lambda value: value
-    )
-    return Arguments(args, kwargs)
-
-
-_pytree.register_pytree_node(Arguments, _tensors_of, _with_tensors)
-
-
-def arguments(inputs: TensorTree) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments that a model gets for its inputs."""
-    if type(inputs) is tuple:
-        return inputs, {}
-    if type(inputs) is dict:
-        return (), inputs
-    return (inputs,), {}
+_pytree.register_pytree_node(
+    Arguments,
+    lambda given: (tensors_of((given.args, given.kwargs)), given),
+    lambda tensors, given: Arguments(*with_tensors((given.args, given.kwargs), tensors)),
+)
 
 
 def call(model: Callable[..., Any], inputs: TensorTree) -> TensorTree:
@@ -102,11 +84,10 @@ def call(model: Callable[..., Any], inputs: TensorTree) -> TensorTree:
     if type(inputs) is PersonRows:
         shape = row_count(inputs), inputs.records_each
         outputs = call(model, map_tensors(lambda value: value.flatten(0, 1), inputs.rows))
-        return map_tensors(
-            lambda value: value.unflatten(0, shape), outputs, otherwise=lambda value: value
-        )
-    positional, named = arguments(inputs)
-    return model(*positional, **named)
+        return map_tensors(lambda value: value.unflatten(0, shape), outputs, otherwise=keep)
+    if type(inputs) is tuple:
+        return model(*inputs)
+    return model(**inputs) if type(inputs) is dict else model(inputs)
 
 
 def call_on(model: nn.Module, params: Params, inputs: TensorTree) -> TensorTree:
@@ -127,14 +108,7 @@ def use_weights(
     if any(isinstance(module, _OTHERS) for module in modules):
         weights = {name: weight(name, value) for name, value in model.named_parameters()}
         yield lambda *args, **kwargs: functional_call(model, weights, args, kwargs)
-    else:
-        with _swap(modules, weight):
-            yield model
-
-
-@contextmanager
-def _swap(modules: dict[nn.Module, str], weight: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Put other tensors in the place of parameters, and the parameters back afterwards."""
+        return
     replacements: dict[int, Tensor] = {}
     own = [
         (module._parameters, key, value, f"{prefix}.{key}" if prefix else key)
@@ -149,7 +123,7 @@ def _swap(modules: dict[nn.Module, str], weight: Callable[[str, Tensor], Tensor]
         for held, key, value, _ in own:
             # a plain tensor, which only a module's own way of setting attributes would refuse
             held[key] = replacements[id(value)]  # type: ignore[assignment]
-        yield
+        yield model
     finally:
         for held, key, value, _ in own:
             held[key] = value
@@ -393,7 +367,7 @@ def without_flattening(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
         return
     for module in recurrent:
-        vars(module)["flatten_parameters"] = _do_nothing
+        vars(module)["flatten_parameters"] = lambda: None
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "RNN module weights are not part of single")
@@ -401,10 +375,6 @@ def without_flattening(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module in recurrent:
             vars(module).pop("flatten_parameters", None)
-
-
-def _do_nothing() -> None:
-    """In place of `nn.RNNBase.flatten_parameters`."""
 
 
 def fixed_parts(model: nn.Module) -> dict[str, Tensor]:

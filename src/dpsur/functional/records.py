@@ -16,7 +16,6 @@ from dpsur.functional.tree import (
     device_of,
     map_tensors,
     row_count,
-    slice_rows,
     tensors_of,
 )
 
@@ -69,13 +68,14 @@ class Examples:
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
         # on a CPU several times as fast as indexing: whole rows are copied
-        return Examples(
-            map_tensors(lambda value: value.index_select(0, rows), self.inputs),
-            map_tensors(lambda value: value.index_select(0, rows), self.targets),
-        )
+        return self.map(lambda value: value.index_select(0, rows))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Examples":
+        """The records after a change of every tensor."""
+        return Examples(map_tensors(change, self.inputs), map_tensors(change, self.targets))
 
     def part(self, some: slice) -> "Examples":
-        return Examples(slice_rows(self.inputs, some), slice_rows(self.targets, some))
+        return self.map(lambda value: value[some])
 
     def parts(self, rows: int) -> "Iterator[Examples]":
         """Return all rows in order, some at a time."""
@@ -83,10 +83,7 @@ class Examples:
             yield self.part(slice(start, start + rows))
 
     def to(self, device: torch.device) -> "Examples":
-        return Examples(
-            map_tensors(lambda value: value.to(device), self.inputs),
-            map_tensors(lambda value: value.to(device), self.targets),
-        )
+        return self.map(lambda value: value.to(device))
 
 
 SEVERAL_SHAPES = (
@@ -113,7 +110,7 @@ class HostExamples(Examples):
         return self._send(self._gather(rows.cpu()))
 
     def part(self, some: slice) -> Examples:
-        return self._send(Examples(slice_rows(self.inputs, some), slice_rows(self.targets, some)))
+        return self._send(super().part(some))
 
     def fetch(self, rows: Tensor, following: Tensor | None, source: str) -> "HostExamples":
         """Gather rows on the host, then begin with those that `source` is to draw next."""
@@ -140,26 +137,20 @@ class HostExamples(Examples):
         self._ahead.clear()
 
     def _gather(self, rows: Tensor) -> Examples:
-        return Examples(
-            map_tensors(lambda values: self._rows_of(values, rows), self.inputs),
-            map_tensors(lambda values: self._rows_of(values, rows), self.targets),
-        )
+        def select(values: Tensor) -> Tensor:
+            # A GPU fetches pinned memory by itself; only batches are pinned, not the whole set.
+            place = torch.empty(
+                (len(rows), *values.shape[1:]),
+                dtype=values.dtype,
+                device="cpu",
+                pin_memory=self.device.type == "cuda",
+            )
+            return torch.index_select(values, 0, rows, out=place)
 
-    def _rows_of(self, values: Tensor, rows: Tensor) -> Tensor:
-        # A GPU fetches pinned memory by itself; only batches are pinned, not the whole set.
-        place = torch.empty(
-            (len(rows), *values.shape[1:]),
-            dtype=values.dtype,
-            device="cpu",
-            pin_memory=self.device.type == "cuda",
-        )
-        return torch.index_select(values, 0, rows, out=place)
+        return self.map(select)
 
     def _send(self, examples: Examples) -> Examples:
-        return Examples(
-            map_tensors(lambda value: value.to(self.device, non_blocking=True), examples.inputs),
-            map_tensors(lambda value: value.to(self.device, non_blocking=True), examples.targets),
-        )
+        return examples.map(lambda value: value.to(self.device, non_blocking=True))
 
 
 class RecordReader(Protocol):
@@ -206,15 +197,9 @@ class StreamedExamples(HostExamples):
 
     def _gather(self, rows: Tensor) -> Examples:
         if not len(rows):
-            none = slice(0, 0)
-            return Examples(slice_rows(self.inputs, none), slice_rows(self.targets, none))
+            return self.map(lambda value: value[:0])
         found = self.reader.read(rows)
-        if self.device.type != "cuda":
-            return found
-        return Examples(
-            map_tensors(Tensor.pin_memory, found.inputs),
-            map_tensors(Tensor.pin_memory, found.targets),
-        )
+        return found if self.device.type != "cuda" else found.map(Tensor.pin_memory)
 
 
 @dataclass(frozen=True)
@@ -238,12 +223,8 @@ def blank_rows(record: Tensor, count: int) -> Tensor:
 def stream(reader: RecordReader, count: int) -> StreamedExamples:
     """Records that a reader reads, of the shapes and types of its first one."""
     first = reader.read(torch.zeros(1, dtype=torch.int64, device="cpu"))
-    return StreamedExamples(
-        map_tensors(lambda value: blank_rows(value, count), first.inputs),
-        map_tensors(lambda value: blank_rows(value, count), first.targets),
-        torch.device("cpu"),
-        reader=reader,
-    )
+    blank = first.map(lambda value: blank_rows(value, count))
+    return StreamedExamples(blank.inputs, blank.targets, torch.device("cpu"), reader=reader)
 
 
 def place(examples: Examples, device: torch.device, limit: int | None) -> Examples:
