@@ -388,11 +388,16 @@ class PoissonSampler(Sampler[list[Any]]):
         *,
         by_record: bool = False,
     ) -> None:
-        self.size, self.sample_rate, self._streams = size, sample_rate, streams
+        self.size, self._sample_rate, self._streams = size, sample_rate, streams
         self.persons, self.by_person = persons, persons is not None and not by_record
         self.steps: Sequence[int] = ()
         self.most: int | None = None
         self.planned: deque[Microbatch] = deque()
+
+    @property
+    def sample_rate(self) -> float:
+        """The rate that is charged, so that nothing can change it."""
+        return self._sample_rate
 
     def units(self, drawn: Tensor, stream: Stream) -> list[Any]:
         """What this rank reads of a sample: records, or tuples of the records of a person."""
