@@ -8,7 +8,7 @@ import gc
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from dpsur.errors import DpsurError
-from dpsur.per_example.contributions import clip_factors
+from dpsur.per_example.contributions import clip_factors, row_norms
 from dpsur.per_example.record_function import RecordFunction, Way
 from dpsur.per_example.record_level import RecordLevel
 from dpsur.per_example.rules import RULES, kind_of
@@ -608,10 +608,13 @@ def records_without_a_loss_count_for_nothing():
 def no_cross_terms(monkeypatch):
     """Norms of the uses of a weight one by one."""
 
-    def each(self, name):
-        return [use for uses in self.contributions.get(name, {}).values() for use in uses]
+    class Apart(NamedTuple):
+        uses: list
 
-    monkeypatch.setattr(Tape, "_disjoint", each)
+        def measure(self):
+            return torch.stack([row_norms(use.per_example()) for use in self.uses]).norm(dim=0)
+
+    monkeypatch.setattr("dpsur.per_example.tape.combine", Apart)
 
 
 def survivors_not_looked_for(monkeypatch):

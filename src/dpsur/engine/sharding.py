@@ -19,8 +19,7 @@ from dpsur.distributed import Ranks
 from dpsur.errors import UnsupportedModelError
 from dpsur.functional.problem import every_module
 from dpsur.functional.tree import Params
-from dpsur.per_example.record_level import LevelTape
-from dpsur.per_example.tape import Slot
+from dpsur.per_example.tape import Tape
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -68,7 +67,7 @@ class Sharding:
 
     # --- the forward pass -------------------------------------------------------------------------
 
-    def tape(self, records: int) -> LevelTape:
+    def tape(self, records: int) -> Tape:
         """A tape that knows whole parameters by their shapes alone."""
         shapes = {
             name: torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
@@ -153,7 +152,7 @@ class Sharding:
         )
 
 
-class _ShardedTape(LevelTape):
+class _ShardedTape(Tape):
     """Finds the parameter that a layer uses by its place: FSDP replaces the objects."""
 
     swaps_weights = False
@@ -178,7 +177,7 @@ class _ShardedTape(LevelTape):
             )
         return False
 
-    def slot(self, parameter: Tensor | None, rows: tuple[int, int] | None = None) -> Slot | None:
+    def slot(self, parameter: Tensor | None) -> str | None:
         if not isinstance(parameter, nn.Parameter):
             return None
         if id(parameter) not in self.names:
@@ -187,4 +186,4 @@ class _ShardedTape(LevelTape):
                     if value is parameter:
                         self.names[id(parameter)] = f"{prefix}.{key}" if prefix else key
         name = self.names.get(id(parameter))
-        return None if name is None or name not in self.params else Slot(name, rows)
+        return name if name in self.params else None

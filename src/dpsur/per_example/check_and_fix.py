@@ -247,7 +247,7 @@ def _problems_of_calls(
             "nothing has to be done; to be faster, avoid what is named",
             severity="slow",
         )
-    for path in sorted(getattr(tape, "copied", ())):
+    for path in sorted(tape.copied):
         if path in trained and trained[path].numel() > SMALL:
             yield ModelProblem(
                 path,

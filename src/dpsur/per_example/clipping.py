@@ -36,7 +36,6 @@ from dpsur.per_example.augmentation import augmented, repeat_rows
 from dpsur.per_example.contributions import Factors, clip_factors
 from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.record_function import RecordFunction
-from dpsur.per_example.record_level import LevelTape
 from dpsur.per_example.tape import KnownInputs, Tape
 
 
@@ -137,15 +136,11 @@ def _make(
         except RuntimeError:  # torch.func in a model allows no such hooks
             tape = _tape(objective, params, records, part, sum_of_outputs)
         saved += [
-            value
-            for uses in tape.contributions.values()
-            for several in uses.values()
-            for one in several
-            for value in one.tensors()
+            value for uses in tape.contributions.values() for one in uses for value in one.tensors()
         ]
         storages = {value.untyped_storage()._cdata: value.untyped_storage() for value in saved}
         held.append(sum(storage.nbytes() for storage in storages.values()))
-        copied = frozenset(tape.copied) if isinstance(tape, LevelTape) else frozenset()
+        copied = frozenset(tape.copied)
     alone = not records.by_construction
     memory = held[-1] - (held[-2] if most > 1 else 0)
     if alone:

@@ -9,10 +9,9 @@ seen by the record level as calls of torch functions:
   parameter for each record.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from dpsur.functional.process_settings import widen
 from dpsur.functional.tree import tensors_of, with_tensors
 from dpsur.per_example.contributions import Contribution, Products, Rows
 from dpsur.per_example.kernels.products import fast_linear
-from dpsur.per_example.rules.convolution import convolution
+from dpsur.per_example.rules.convolution import convolution_map
 from dpsur.per_example.rules.embedding import (
     Lookups,
     add_up_repeats,
@@ -37,7 +36,7 @@ from dpsur.per_example.rules.normalization import (
     layer_norm_map,
     rms_norm_map,
 )
-from dpsur.per_example.tape import NotSupportedError, Slot, Tape
+from dpsur.per_example.tape import NotSupportedError, Tape, Uses
 
 _TRANSPOSES = frozenset({"t", "mT", "T"})
 
@@ -97,7 +96,7 @@ def derive(call: Call) -> Any:
         which: int,
         contributions: list[Contribution],
         rows: Callable[[], Tensor],
-    ) -> Iterable[tuple[Slot, Contribution]]:
+    ) -> Uses:
         products = [one.products() for one in contributions] if call.name in _TRANSPOSES else []
         if products and all(one is not None for one in products):
             for one in products:
@@ -139,9 +138,7 @@ def derive(call: Call) -> Any:
     return type(result)(follow(which, value) for which, value in enumerate(result))
 
 
-def _read(
-    slots: dict[int, Slot | None], tokens: Tensor, outputs: Tensor, call: Call
-) -> Iterable[tuple[Slot, Contribution]]:
+def _read(slots: dict[int, str | None], tokens: Tensor, outputs: Tensor, call: Call) -> Uses:
     """The rows of a table that are the same for all examples."""
     (place, slot), *more = slots.items()
     if more or place != 1:
@@ -152,10 +149,6 @@ def _read(
         outputs = torch.where((tokens == padding % size).unsqueeze(-1), 0.0, outputs)
     if slot is not None:
         yield slot, Lookups(tokens, add_up_repeats(outputs, first_places(tokens)), size)
-
-
-def _linear(tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return linear_map(tape, input, weight, bias)
 
 
 def _matmul(tape: Tape, input: Tensor, other: Tensor) -> Any:
@@ -180,7 +173,7 @@ def _times(tape: Tape, output: Tensor, x: Tensor, weight: Tensor, bias: Tensor |
     """A linear map by a weight of the shape (in, out), as `Conv1D` of Hugging Face has it."""
     layout, slot, shift = tape.examples_in(output), tape.slot(weight), tape.slot(bias)
 
-    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
+    def record(gradient: Tensor) -> Uses:
         rows = tape.examples
         outputs = layout.by_example(gradient).reshape(rows, -1, gradient.shape[-1])
         if slot is not None:
@@ -192,46 +185,17 @@ def _times(tape: Tape, output: Tensor, x: Tensor, weight: Tensor, bias: Tensor |
     return tape.watch(output, record)
 
 
-def _convolution(
-    dimensions: int,
-    tape: Tape,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    def each(value: Any) -> Any:
-        many = isinstance(value, (tuple, list)) and len(value) > 1
-        one = value[0] if isinstance(value, (tuple, list)) else value
-        return tuple(value) if many else (one,) * dimensions
-
-    layer: Any = SimpleNamespace(
-        weight=weight,
-        bias=bias,
-        kernel_size=tuple(weight.shape[2:]),
-        stride=each(stride),
-        padding=padding if isinstance(padding, str) else each(padding),
-        dilation=each(dilation),
-        groups=groups,
-        padding_mode="zeros",
-    )
-    return convolution(layer, tape, input)
-
-
 OPERATION_RULES: dict[Any, Callable[..., Any]] = {
-    F.linear: _linear,
+    F.linear: linear_map,
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
     torch.addmm: _addmm,
     F.embedding: embedding_map,
     F.embedding_bag: embedding_bag_map,
-    F.conv1d: partial(_convolution, 1),
-    F.conv2d: partial(_convolution, 2),
-    F.conv3d: partial(_convolution, 3),
+    F.conv1d: convolution_map,
+    F.conv2d: convolution_map,
+    F.conv3d: convolution_map,
     F.layer_norm: layer_norm_map,
     F.group_norm: group_norm_map,
     F.rms_norm: rms_norm_map,

@@ -26,8 +26,8 @@ from dpsur.functional.problem import forbid_side_effects, use_weights, without_f
 from dpsur.functional.process_settings import seeded_globally, widen
 from dpsur.functional.tree import Params, map_tensors, tensors_of
 from dpsur.per_example.contributions import Rows
-from dpsur.per_example.record_level import LevelTape, RecordLevel, only_trusted_rules
-from dpsur.per_example.tape import KnownInputs, NotSupportedError, Slot, Tape
+from dpsur.per_example.record_level import RecordLevel, only_trusted_rules
+from dpsur.per_example.tape import KnownInputs, NotSupportedError, Tape
 
 Found = TypeVar("Found")
 # What no record's values are to blame for.
@@ -69,7 +69,7 @@ class RecordFunction:
 
     models: tuple[nn.Module, ...]
     trained: Mapping[str, Tensor]
-    make_tape: Callable[[int], LevelTape] | None = None
+    make_tape: Callable[[int], Tape] | None = None
     ways: dict[object, Way] = field(default_factory=dict)
     why_alone: str | None = None
 
@@ -265,7 +265,7 @@ class RecordFunction:
     ) -> tuple[Tape, Tensor, dict[str, Tensor]]:
         """Records that all make the function raise: each has the gradient zero."""
         held = params or {name: value.detach() for name, value in self.trained.items()}
-        tape = LevelTape(held, records)
+        tape = Tape(held, records)
         tape.incomplete = True
         losses = torch.full((records,), torch.nan, device=tensors_of(batch)[0].device)
         tape.spoiled = losses.isnan()
@@ -279,13 +279,13 @@ class RecordFunction:
         params: Params | None,
         way: Way,
         known: KnownInputs | None = None,
-    ) -> tuple[LevelTape, Any, RecordLevel]:
+    ) -> tuple[Tape, Any, RecordLevel]:
         """One call of the function for all records, in the record level."""
         if self.make_tape is not None:
             tape = self.make_tape(records)
         else:
             held = params or {name: value.detach() for name, value in self.trained.items()}
-            tape = LevelTape(held, records, self.trained)
+            tape = Tape(held, records, self.trained)
         tape.known = known
         level = RecordLevel(tape, self.models, own_tensors=way is Way.OWN_TENSORS)
         with level.entered():
@@ -299,9 +299,13 @@ class RecordFunction:
     ) -> tuple[Tape, Any]:
         """One call for each record, which has copies of the weights for itself."""
         held = params or {name: value.detach() for name, value in self.trained.items()}
-        tape = LevelTape(held, records)
+        tape = Tape(held, records)
         own = held
-        copies = {name: tape.copies(name) for name in held} if torch.is_grad_enabled() else None
+        copies = (
+            {n: tape.copies(value) for n, value in held.items()}
+            if torch.is_grad_enabled()
+            else None
+        )
         names = {id(value): name for name, value in self.trained.items()}
         outputs = []
 
@@ -373,9 +377,9 @@ class RecordFunction:
                 with draws[0]():
                     check_again(losses[0], one(0).detach())
                 figures.pop()
-        tape = LevelTape({name: value.detach() for name, value in leaves.items()}, records)
+        tape = Tape({name: value.detach() for name, value in leaves.items()}, records)
         for name, column in zip(leaves, zip(*rows, strict=True), strict=True):
-            tape.add(Slot(name), Rows(widen(torch.stack(column))))
+            tape.add(name, Rows(widen(torch.stack(column))))
         found = torch.stack(losses)
         tape.spoiled = found.isnan()
         figures = figures if len(figures) == records else [{}]

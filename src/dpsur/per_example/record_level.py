@@ -18,9 +18,8 @@ This file holds all uses of functorch's private names.
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -50,78 +49,10 @@ from torch.overrides import TorchFunctionMode
 
 from dpsur.errors import CouplingError, UnsupportedModelError
 from dpsur.functional.problem import every_module, use_weights, without_flattening
-from dpsur.functional.tree import Params, map_tensors, tensors_of, with_tensors
-from dpsur.per_example.contributions import split_dimension
+from dpsur.functional.tree import map_tensors, tensors_of, with_tensors
 from dpsur.per_example.operations import OPERATION_RULES, Call, derive
 from dpsur.per_example.rules import FASTER, RULES, kind_of, layer_fault
 from dpsur.per_example.tape import Layout, NotSupportedError, Segment, Tape
-
-
-@dataclass(frozen=True)
-class Fold:
-    """How tensors of the level become tensors of a batched kernel.
-
-    `axis` is the dimension of a record's tensor that a layer takes for its batch, with `rows`
-    entries for each record. Without `rows` the layer sees a record without such a dimension.
-    """
-
-    axis: int = 0
-    rows: int | None = None
-
-    @property
-    def layout(self) -> Layout:
-        """Where the kernel finds the records."""
-        return Layout(self.axis, self.rows or 1)
-
-    def into(self, values: Tensor) -> Tensor:
-        """From (records, ...) to what the kernel takes."""
-        moved = values.movedim(0, self.axis) if self.axis else values
-        return moved if self.rows is None else moved.flatten(self.axis, self.axis + 1)
-
-    def back(self, values: Tensor) -> Tensor:
-        """From the kernel's output to a tensor with records in dimension `axis`."""
-        return values if self.rows is None else split_dimension(values, self.axis, (-1, self.rows))
-
-
-class LevelTape(Tape):
-    """A tape whose layers know where records are: the boundary has put them there."""
-
-    # whether the modules hold the tape's weights while the level is entered
-    swaps_weights = True
-
-    def __init__(
-        self, params: Params, examples: int, own: Mapping[str, Tensor] | None = None
-    ) -> None:
-        """`params` are detached weights; `own` the parameters that code outside may hold."""
-        super().__init__(params, examples)
-        self._copies: dict[str, Tensor] = {}
-        self.copied: set[str] = set()  # weights of operations without a rule
-        # a function may use a weight that it got hold of before the step
-        self.own = {id(value): name for name, value in (own or {}).items()}
-        self.names |= self.own
-
-    def copy_for_each_record(self, value: Tensor) -> Tensor:
-        """A followed weight as one view per record, whose gradient has a row for each of them."""
-        name = self.names[id(value)]
-        if name not in self._copies:
-            self._copies[name] = self.copies(name, value)
-            self.copied.add(name)
-        return self._copies[name]
-
-    def finish(self) -> None:
-        """Give back what only the backward pass needed."""
-        self._copies.clear()
-        self.leaves.clear()
-
-    def follows(self, value: Tensor) -> bool:
-        """Whether a tensor is a trained weight, or was derived of some."""
-        return id(value) in self.names
-
-    def trains(self, module: nn.Module) -> bool:
-        """Whether a module holds a trained weight itself."""
-        return any(
-            value is not None and id(value) in self.names for value in module._parameters.values()
-        )
 
 
 class RecordLevel(TorchFunctionMode):
@@ -132,7 +63,7 @@ class RecordLevel(TorchFunctionMode):
     """
 
     def __init__(
-        self, tape: LevelTape, models: tuple[nn.Module, ...] = (), *, own_tensors: bool = False
+        self, tape: Tape, models: tuple[nn.Module, ...] = (), *, own_tensors: bool = False
     ) -> None:
         super().__init__()
         self.tape, self._models = tape, models
@@ -223,10 +154,10 @@ class RecordLevel(TorchFunctionMode):
                 del own["forward"]
 
     @contextmanager
-    def _outside(self, fold: Fold) -> Iterator[None]:
+    def _outside(self, fold: Layout) -> Iterator[None]:
         """Outside of the level, where batched kernels run and the tape watches them."""
         paused, place = self._paused, self.tape.place
-        self._paused, self.tape.place = True, fold.layout
+        self._paused, self.tape.place = True, fold
         try:
             # not even asked: a rule may make hundreds of calls, one for each time of a sequence
             with self._popped(), torch._C.DisableTorchFunction():
@@ -368,11 +299,9 @@ class RecordLevel(TorchFunctionMode):
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = self.tape
         call = Call(func, args, kwargs, tape)
-        if any(id(value) in tape.own for value in call.given):
-            held = [
-                tape.params[tape.own[id(value)]] if id(value) in tape.own else value
-                for value in call.given
-            ]
+        own = {id(value): tape.params[name] for name, value in tape.own.items()}
+        if any(id(value) in own for value in call.given):
+            held = [own.get(id(value), value) for value in call.given]
             args, kwargs = with_tensors((args, kwargs), held)
             call = Call(func, args, kwargs, tape)
         in_place = call.name.endswith("_") and not call.name.endswith("__")
@@ -415,7 +344,7 @@ class RecordLevel(TorchFunctionMode):
         if id(value) not in self.tape.names:
             return value
         with self._popped():
-            copies = self.tape.copy_for_each_record(value)
+            copies = self.tape.copies(value)
         return self.hide(copies)
 
     # --- gradient checkpointing ------------------------------------------------------------------
@@ -608,9 +537,9 @@ def _usual(
     return map_tensors(lambda value: level.hide(value, fold.axis), back)
 
 
-def fold_of(values: Tensor, least_rank: int) -> Fold:
+def fold_of(values: Tensor, least_rank: int) -> Layout:
     """Records in front: with the rows that a record has, or without such a dimension."""
-    return Fold(0, values.shape[0]) if values.dim() > least_rank else Fold(0)
+    return Layout(0, values.shape[0] if values.dim() > least_rank else None)
 
 
 def _least_rank(module: nn.Module) -> int:
@@ -634,10 +563,10 @@ def _recurrent(
         raise NotSupportedError("packed sequences")
     axis = 0 if module.batch_first else 1
     alone = sequence.dim() == 2
-    fold = Fold(
+    fold = Layout(
         0 if alone and module.batch_first else axis, None if alone else sequence.shape[axis]
     )
-    fold_states = Fold(1, None if alone else sequence.shape[axis])
+    fold_states = Layout(1, None if alone else sequence.shape[axis])
     inner = None
     shown = fold.into(level.show(sequence))
     if states is not None:
@@ -658,12 +587,12 @@ def _attention(
     query = given["query"]
     if query.dim() != 3:
         raise NotSupportedError("attention without a batch dimension")
-    fold = Fold(axis, query.shape[axis])
+    fold = Layout(axis, query.shape[axis])
     shown: dict[int, Tensor] = {}  # one that is given twice stays one
     for name in ("query", "key", "value"):
         value = given[name]
         given[name] = shown.setdefault(id(value), fold.into(level.show(value)))
-    in_front = Fold(0, query.shape[axis])
+    in_front = Layout(0, query.shape[axis])
     if given.get("key_padding_mask") is not None:
         given["key_padding_mask"] = in_front.into(level.show(given["key_padding_mask"]))
     mask = given.get("attn_mask")
@@ -671,10 +600,10 @@ def _attention(
         given["attn_mask"] = (
             level.show(mask).repeat_interleave(module.num_heads, 0)
             if mask.dim() == 2
-            else Fold(0, mask.shape[0]).into(level.show(mask))
+            else Layout(0, mask.shape[0]).into(level.show(mask))
         )
     elif mask is not None and mask.dim() == 3:
-        given["attn_mask"] = Fold(0, mask.shape[0]).into(level.show(mask))
+        given["attn_mask"] = Layout(0, mask.shape[0]).into(level.show(mask))
     with level._outside(fold):
         output, weights = rule(module, level.tape, **given)
         output = fold.back(output)
@@ -746,7 +675,7 @@ def _scaled_dot_product_attention(
     # the other kernels have no gradient of a mask
     math = sdpa_kernel(SDPBackend.MATH) if mask is not None and mask.requires_grad else None
     given.pop("attn_mask", None)
-    with level._outside(Fold()), math or nullcontext():
+    with level._outside(Layout()), math or nullcontext():
         found = func(*joined, mask, *args[4:], **given)
         if rank > 3:
             found = found.unflatten(0, (-1, *query.shape[: rank - 3]))
@@ -827,7 +756,7 @@ def _cross_entropy(
     )
     if not usual:
         return func(*args, **kwargs)
-    fold, ignored = Fold(0, scores.shape[0]), given["ignore_index"]
+    fold, ignored = Layout(0, scores.shape[0]), given["ignore_index"]
     rows, labels = fold.into(level.show(scores)), fold.into(level.show(target))
     with level._outside(fold):
         each = F.cross_entropy(

@@ -9,15 +9,14 @@ behind PyTorch's back, through an array of NumPy, while a run is under way is no
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpsur.functional.process_settings import precision, widen
 from dpsur.functional.tree import Params
@@ -38,10 +37,27 @@ class NotSupportedError(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a tensor holds the examples: `fold` entries of dimension `axis` for each of them."""
+    """Where a batched kernel finds the records: `rows` entries of dimension `axis` for each.
 
-    axis: int
-    fold: int = 1
+    Without `rows` a layer sees a record without such a dimension: the records take its place.
+    """
+
+    axis: int = 0
+    rows: int | None = None
+
+    @property
+    def fold(self) -> int:
+        """How many entries of the dimension belong to one record."""
+        return self.rows or 1
+
+    def into(self, values: Tensor) -> Tensor:
+        """From (records, ...) to what the kernel takes."""
+        moved = values.movedim(0, self.axis) if self.axis else values
+        return moved if self.rows is None else moved.flatten(self.axis, self.axis + 1)
+
+    def back(self, values: Tensor) -> Tensor:
+        """From the kernel's output to a tensor with records in dimension `axis`."""
+        return values if self.rows is None else split_dimension(values, self.axis, (-1, self.rows))
 
     def by_example(self, values: Tensor) -> Tensor:
         """View with the shape (examples, fold, ...), in float32 at least."""
@@ -52,23 +68,11 @@ class Layout:
         return split_dimension(values.movedim(self.axis, 0), 0, (-1, self.fold))
 
 
-# Where examples usually are.
-FIRST = Layout(0)
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A parameter, or some of its rows."""
-
-    parameter: str
-    rows: tuple[int, int] | None = None
-
-
-# Some rows of a parameter; None is all of it.
-Range = tuple[int, int] | None
-Record = Callable[[Tensor], Iterable[tuple[Slot, Contribution]]]
+# What one use of parameters, by their names, adds to the gradients of the records.
+Uses = Iterable[tuple[str, Contribution]]
+Record = Callable[[Tensor], Uses]
 # From the uses of a derived weight, and its per-example gradients, to uses of what it is made of.
-Carry = Callable[[list[Contribution], Callable[[], Tensor]], Iterable[tuple[Slot, Contribution]]]
+Carry = Callable[[list[Contribution], Callable[[], Tensor]], Uses]
 
 
 # Numbers of the data set that are worked on at once, beside a batch that fills the memory. Few, for
@@ -160,13 +164,16 @@ class Tape:
     """One forward and backward pass of a batch.
 
     Layers call `watch` on their outputs. During the backward pass each hands in its uses of
-    parameters. Where examples are in the tensors of the layer at hand is said in `place`.
+    parameters. Where examples are in the tensors of the layer at hand is said in `place`: the
+    boundary of the record level has put them there. `params` are detached weights, `own` the
+    parameters that code outside may hold.
     """
 
     params: Params
     examples: int
-    place: Layout = FIRST
-    contributions: dict[str, dict[Range, list[Contribution]]] = field(default_factory=dict)
+    own: Mapping[str, Tensor] = field(default_factory=dict)
+    place: Layout = field(default_factory=Layout)
+    contributions: dict[str, list[Contribution]] = field(default_factory=dict)
     leaves: list[Tensor] = field(default_factory=list)
     recording: bool = True
     # Whether there is one backward pass only: what a layer kept for it is then given back as it
@@ -179,9 +186,15 @@ class Tape:
     # NaN into a number, another one in the middle of a batch than at its end.
     spoiled: Tensor | None = None
     segment: "Segment | None" = None  # that is under way
+    # Whether the modules hold the tape's weights while the record level is entered.
+    swaps_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.names = {id(value): name for name, value in self.params.items()}
+        # a function may use a weight that it got hold of before the step
+        self.names |= {id(value): name for name, value in self.own.items()}
+        self._copies: dict[str, Tensor] = {}
+        self.copied: set[str] = set()  # weights of operations without a rule
         self._derived: dict[str, tuple[Tensor, Carry]] = {}
         device = next(iter(self.params.values())).device
         # Weights do not require gradients, so that none are computed; this is what the graph of
@@ -189,10 +202,22 @@ class Tape:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self.leaves.append(self._anchor)
 
-    def slot(self, parameter: Tensor | None, rows: tuple[int, int] | None = None) -> Slot | None:
-        """The slot of a parameter, or None if it is not trained."""
-        name = self.names.get(id(parameter))
-        return None if name is None else Slot(name, rows)
+    def slot(self, parameter: Tensor | None) -> str | None:
+        """The name of a parameter, or of what was derived of some; None if it is not trained."""
+        return self.names.get(id(parameter))
+
+    def follows(self, value: Tensor) -> bool:
+        """Whether a tensor is a trained weight, or was derived of some."""
+        return id(value) in self.names
+
+    def trains(self, module: nn.Module) -> bool:
+        """Whether a module holds a trained weight itself."""
+        return any(id(value) in self.names for value in module._parameters.values())
+
+    def finish(self) -> None:
+        """Give back what only the backward pass needed."""
+        self._copies.clear()
+        self.leaves.clear()
 
     @contextmanager
     def placed(self, place: Layout) -> Iterator[None]:
@@ -247,17 +272,13 @@ class Tape:
         output.register_hook(note)  # type: ignore[no-untyped-call]
         return output
 
-    def add(self, slot: Slot, contribution: Contribution) -> None:
-        self.contributions.setdefault(slot.parameter, {}).setdefault(slot.rows, []).append(
-            contribution
-        )
+    def add(self, slot: str, contribution: Contribution) -> None:
+        self.contributions.setdefault(slot, []).append(contribution)
 
     def join(self, other: "Tape") -> None:
         """Take over the contributions of another call, whose records are those of this one."""
         for name, kept in other.contributions.items():
-            own = self.contributions.setdefault(name, {})
-            for rows, contributions in kept.items():
-                own.setdefault(rows, []).extend(contributions)
+            self.contributions.setdefault(name, []).extend(kept)
         other.contributions.clear()
         other.leaves.clear()
         if self.spoiled is not None and other.spoiled is not None:
@@ -282,34 +303,37 @@ class Tape:
             if kept is None:
                 continue
             value, carry = self._derived[name]
-            every = [one for several in kept.values() for one in several] if None in kept else []
-            rows = partial(self._add_up_of, value, kept)
             with warnings.catch_warnings():
                 # torch says so where it has no batched form of an operation and loops instead
                 warnings.filterwarnings("ignore", "There is a performance drop")
-                for slot, contribution in carry(every if len(kept) == 1 else [], rows):
+                for slot, contribution in carry(kept, partial(self._add_up, value, kept)):
                     self.add(slot, contribution)
 
-    def copies(self, name: str, value: Tensor | None = None) -> Tensor:
-        """A parameter with a copy for every example (that takes no memory until its gradient)."""
-        value = self.params[name] if value is None else value.detach()
-        copies = value.expand(self.examples, *value.shape)
-        if not copies.requires_grad:
-            copies = copies.detach().requires_grad_()
-            self.leaves.append(copies)
+    def copies(self, value: Tensor) -> Tensor:
+        """A followed weight as one view per record, whose gradient has a row for each of them.
+
+        The views take no memory until then.
+        """
+        name = self.names[id(value)]
+        if name in self._copies:
+            return self._copies[name]
+        self.copied.add(name)
+        copies = value.detach().expand(self.examples, *value.shape).requires_grad_()
+        self.leaves.append(copies)
 
         def note(gradient: Tensor) -> None:
             if self.recording:
-                self.add(Slot(name), Rows(widen(gradient)))
+                self.add(name, Rows(widen(gradient)))
 
         copies.register_hook(note)  # type: ignore[no-untyped-call]
+        self._copies[name] = copies
         return copies
 
     def norms(self) -> Tensor:
         """Norm of every example's whole gradient; infinite for an example whose loss is NaN."""
         self.carry_back()
         measures = [
-            contribution.measure() for name in self.params for contribution in self._disjoint(name)
+            self._combined(name).measure() for name in self.params if self.contributions.get(name)
         ]
         if measures:
             norms = whole_norms(measures, sum(value.numel() for value in self.params.values()))
@@ -334,73 +358,42 @@ class Tape:
         receives the sum, unless that has another type; with `add`, it is added to what is there.
         """
         self.carry_back()
-        total = None
-        kept = self.contributions.get(name, {})
-        if out is not None:
-            if list(kept) == [None] and len(kept[None]) == 1:
-                (only,) = kept.pop(None) if last else kept[None]
-                if only.tensors()[0].dtype == out.dtype:
-                    return only.weighted_sum_into(out, factors, add=add)
-                total = only.weighted_sum(factors).view_as(out)
-            else:
-                total = self.weighted_sum(name, factors, last=last)
-            if add:
-                return out.add_(total)
-            return out.copy_(total) if total.dtype == out.dtype else total
-        for rows in list(kept):
-            contributions = kept.pop(rows) if last else kept[rows]
-            part = sum(
-                (contribution.weighted_sum(factors) for contribution in contributions[1:]),
-                contributions[0].weighted_sum(factors),
-            )
-            if rows is None:
-                total = part.view_as(self.params[name]) if total is None else total + part
-            else:
-                total = torch.zeros_like(self.params[name]) if total is None else total
-                total[slice(*rows)] += part
-        return torch.zeros_like(self.params[name]) if total is None else total
+        kept = self.contributions.get(name, [])
+        if last:
+            self.contributions.pop(name, None)
+        if out is not None and len(kept) == 1 and kept[0].tensors()[0].dtype == out.dtype:
+            return kept[0].weighted_sum_into(out, factors, add=add)
+        if kept:
+            total = kept[0].weighted_sum(factors).view_as(self.params[name])
+        else:
+            total = torch.zeros_like(self.params[name])
+        for one in kept[1:]:
+            total = total + one.weighted_sum(factors).view_as(total)
+        if out is None or (total.dtype != out.dtype and not add):
+            return total
+        return out.add_(total) if add else out.copy_(total)
 
-    def _disjoint(self, name: str) -> list[Contribution]:
-        """The uses of a parameter such that no two of them touch the same entry.
+    def _combined(self, name: str) -> Contribution:
+        """All uses of a parameter as one.
 
         Gradients that were added up for this are kept and used for the sum too: added up again in
         another way, those that nearly cancel would be rounded unlike their norm.
         """
-        kept = self.contributions.get(name, {})
-        if overlap(list(kept)):
-            merged: dict[Range, Contribution] = {None: self._add_up(name, kept)}
-        else:
-            merged = {rows: combine(contributions) for rows, contributions in kept.items()}
-        self.contributions[name] = {
-            rows: [contribution] if isinstance(contribution, Rows) else kept[rows]
-            for rows, contribution in merged.items()
-        }
-        return list(merged.values())
+        found = combine(self.contributions[name])
+        if isinstance(found, Rows):
+            self.contributions[name] = [found]
+        return found
 
     def per_example(self, name: str) -> Tensor:
         """Every example's gradient of a parameter, one row each."""
         self.carry_back()
-        return self._add_up(name, self.contributions.get(name, {})).rows
+        return self._add_up(self.params[name], self.contributions.get(name, []))
 
-    def _add_up(self, name: str, kept: dict[Range, list[Contribution]]) -> Rows:
-        return Rows(self._add_up_of(self.params[name], kept))
-
-    def _add_up_of(self, value: Tensor, kept: dict[Range, list[Contribution]]) -> Tensor:
+    def _add_up(self, value: Tensor, kept: list[Contribution]) -> Tensor:
         whole = value.new_zeros(self.examples, *value.shape)
-        for rows, contributions in kept.items():
-            some = slice(None) if rows is None else slice(*rows)
-            place = whole if rows is None else whole[:, some]
-            for contribution in contributions:
-                place += contribution.per_example().view_as(place)
+        for contribution in kept:
+            whole += contribution.per_example().view_as(whole)
         return whole
-
-
-def overlap(ranges: list[Range]) -> bool:
-    """Whether two ranges of rows meet; None is the whole parameter."""
-    if None in ranges:
-        return len(ranges) > 1
-    known = sorted(one for one in ranges if one is not None)
-    return any(after[0] < before[1] for before, after in pairwise(known))
 
 
 class Segment:
@@ -425,7 +418,7 @@ class Segment:
         if self.again:
             return record
 
-        def recomputed(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
+        def recomputed(gradient: Tensor) -> Uses:
             _ = token.grad_fn.saved_tensors
             return self._records.pop(layer)(gradient)
 

@@ -21,9 +21,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import is_parametrized
 
 from dpsur.per_example.rules.attention import attention
-from dpsur.per_example.rules.convolution import convolution
+from dpsur.per_example.rules.convolution import convolution_map
 from dpsur.per_example.rules.embedding import embedding_bag_map, embedding_map
-from dpsur.per_example.rules.linear import frozen_linear, linear
+from dpsur.per_example.rules.linear import frozen_linear, linear_map
 from dpsur.per_example.rules.normalization import group_norm_map, layer_norm_map, rms_norm_map
 from dpsur.per_example.rules.pooling import max_pool
 from dpsur.per_example.rules.recurrent import recurrent_cell, recurrent_layer
@@ -56,11 +56,14 @@ def _embedding_bag(
     return _bag(module, tape, input, offsets=offsets, per_sample_weights=per_sample_weights)
 
 
+_CONVOLUTION = _as_operation(
+    convolution_map, "weight", "bias", "stride", "padding", "dilation", "groups", "padding_mode"
+)
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: linear,
-    nn.Conv1d: convolution,
-    nn.Conv2d: convolution,
-    nn.Conv3d: convolution,
+    nn.Linear: _as_operation(linear_map, "weight", "bias"),
+    nn.Conv1d: _CONVOLUTION,
+    nn.Conv2d: _CONVOLUTION,
+    nn.Conv3d: _CONVOLUTION,
     nn.Embedding: _as_operation(embedding_map, *_TABLE),
     nn.EmbeddingBag: _embedding_bag,
     nn.GroupNorm: _as_operation(group_norm_map, "num_groups", "weight", "bias", "eps"),

@@ -1,5 +1,7 @@
 """Multi-head attention, written with linear maps that the tape knows."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,16 +24,31 @@ def attention(
     is_causal: bool = False,  # noqa: ARG001  a hint about `attn_mask`, which is used itself
 ) -> tuple[Tensor, Tensor | None]:
     """Same result as `nn.MultiheadAttention`; four linear maps and an attention without weights."""
-    if query.dim() != 3 or module.bias_k is not None or module.add_zero_attn:
-        raise NotSupportedError("attention without a batch, with bias_kv or with zero_attn")
-    projected = _projections(module, tape, query, key, value)
+    weight, bias = module.in_proj_weight, module.in_proj_bias
+    if weight is None or query.dim() != 3 or module.bias_k is not None or module.add_zero_attn:
+        raise NotSupportedError("attention without a batch, with kdim, bias_kv or zero_attn")
+    width = module.embed_dim
+    projected: Sequence[Tensor]
+    if query is key and key is value:
+        projected = linear_map(tape, query, weight, bias).chunk(3, -1)
+    else:
+        projected = [
+            linear_map(tape, one, weight, bias, some=slice(third * width, (third + 1) * width))
+            for third, one in enumerate((query, key, value))
+        ]
     if not module.batch_first:
         projected = [one.transpose(0, 1) for one in projected]
     heads, width = module.num_heads, module.head_dim
     queries, keys, values = (
         split_dimension(one, -1, (heads, width)).transpose(1, 2) for one in projected
     )
-    mask = _mask(attn_mask, key_padding_mask, queries)
+    mask = None  # both as one that is added to the scores (examples, heads, targets, sources)
+    if attn_mask is not None:
+        mask = _additive(attn_mask, queries)
+        mask = split_dimension(mask, 0, (len(queries), -1)) if mask.dim() == 3 else mask
+    if key_padding_mask is not None:
+        padding = _additive(key_padding_mask, queries)[:, None, None]
+        mask = padding if mask is None else mask + padding
     dropout = module.dropout if module.training else 0.0
     weights = None
     if need_weights:
@@ -45,39 +62,6 @@ def attention(
     joined = mixed.transpose(1, 2).flatten(2)
     joined = joined if module.batch_first else joined.transpose(0, 1)
     return linear_map(tape, joined, module.out_proj.weight, module.out_proj.bias), weights
-
-
-def _projections(
-    module: nn.MultiheadAttention, tape: Tape, query: Tensor, key: Tensor, value: Tensor
-) -> list[Tensor]:
-    width, bias = module.embed_dim, module.in_proj_bias
-    weight: Tensor | None = module.in_proj_weight
-    if weight is not None and query is key and key is value:
-        return list(linear_map(tape, query, weight, bias).chunk(3, -1))
-    thirds = [(third * width, (third + 1) * width) for third in range(3)]
-    if weight is not None:
-        return [
-            linear_map(tape, one, weight, bias, weight_rows=rows, bias_rows=rows)
-            for one, rows in zip((query, key, value), thirds, strict=True)
-        ]
-    own = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-    return [
-        linear_map(tape, one, matrix, bias, bias_rows=rows)
-        for one, matrix, rows in zip((query, key, value), own, thirds, strict=True)
-    ]
-
-
-def _mask(attn_mask: Tensor | None, padding: Tensor | None, queries: Tensor) -> Tensor | None:
-    """Both masks as one that is added to the scores (examples, heads, targets, sources)."""
-    total = None
-    if attn_mask is not None:
-        total = _additive(attn_mask, queries)
-        if total.dim() == 3:
-            total = split_dimension(total, 0, (len(queries), -1))
-    if padding is not None:
-        hidden = _additive(padding, queries)[:, None, None]
-        total = hidden if total is None else total + hidden
-    return total
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:

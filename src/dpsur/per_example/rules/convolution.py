@@ -1,12 +1,12 @@
 """Convolutions in one, two and three dimensions."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpsur.functional.process_settings import as_autocast_sees, precision, widen
 from dpsur.per_example.contributions import (
@@ -43,9 +43,9 @@ from dpsur.per_example.rules.patches import (
     patches,
     scratch_rows,
 )
-from dpsur.per_example.tape import NotSupportedError, Slot, Tape
+from dpsur.per_example.tape import NotSupportedError, Tape, Uses
 
-_Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Sizes = int | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -161,38 +161,55 @@ def _scaled(
     return inputs if finite else factors.clean(inputs), factors.scale(outputs)
 
 
-def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
+def convolution_map(
+    tape: Tape,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
+) -> Tensor:
     """Instantiates gradients or keeps patches and outputs apart, whichever is cheaper."""
-    dimensions = len(module.kernel_size)
-    if input.dim() != dimensions + 2:
+    shape, sizes = tuple(weight.shape), tuple(weight.shape[2:])
+    if input.dim() != len(shape):
         raise NotSupportedError("a convolution without a batch dimension")
-    padded = _padded(module, input)
-    strides, dilations = tuple(module.stride), tuple(module.dilation)
-    # zero padding is left to the kernel, so that the forward pass makes no copy
-    plain = padded is None
-    margins = tuple(int(margin) for margin in module.padding) if plain else (0,) * dimensions
-    geometry = Geometry(strides, margins, dilations, module.groups)
-    known = tape.known_inputs(input) if plain else None
+    strides, dilations = _each(stride, sizes), _each(dilation, sizes)
+    # symmetric zero padding is left to the kernel, so that the forward pass makes no copy
+    known = None
+    if padding_mode == "zeros" and not isinstance(padding, str):
+        margins = _each(padding, sizes)
+        known = tape.known_inputs(input)
+    else:
+        margins = (0,) * len(sizes)
+        pads: list[int] = []
+        for size, spread, margin in zip(sizes, dilations, _each(padding, sizes), strict=True):
+            total = 2 * margin
+            if isinstance(padding, str):
+                total = spread * (size - 1) if padding == "same" else 0
+            pads = [total // 2, total - total // 2, *pads]
+        input = F.pad(input, pads, mode="constant" if padding_mode == "zeros" else padding_mode)
+    geometry = Geometry(strides, margins, dilations, groups)
     input = as_autocast_sees(input)
-    padded = None if padded is None else as_autocast_sees(padded)
-    output = convolve(input if padded is None else padded, module.weight, module.bias, geometry)
-    layout = tape.examples_in(output, axis=0)
-    weight, bias = tape.slot(module.weight), tape.slot(module.bias)
-    shape, groups, fold = tuple(module.weight.shape), module.groups, layout.fold
-    window = Window(tuple(module.kernel_size), strides, dilations, margins)
+    output = convolve(input, weight, bias, geometry)
+    fold = tape.examples_in(output, axis=0).fold
+    weight_slot, bias_slot = tape.slot(weight), tape.slot(bias)
+    window = Window(sizes, strides, dilations, margins)
     known = known if fold == 1 else None
     rounds = torch.backends.cudnn.allow_tf32 or torch.is_autocast_enabled(input.device.type)
 
-    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
+    def record(gradient: Tensor) -> Uses:
         # Kernels read bfloat16 as it is.
-        half = gradient.dtype == torch.bfloat16 and has_kernels(gradient) and dimensions < 3
+        half = gradient.dtype == torch.bfloat16 and has_kernels(gradient) and len(sizes) < 3
         outputs = gradient if half else widen(gradient)
-        if bias is not None:
+        if bias_slot is not None:
             total = outputs.flatten(2).sum(2, dtype=widen(outputs[:0]).dtype)
-            yield bias, Rows(_unfolded(total, fold))
-        if weight is None:
+            yield bias_slot, Rows(_unfolded(total, fold))
+        if weight_slot is None:
             return
-        seen = (input if padded is None else padded).detach()
+        seen = input.detach()
         places = prod(outputs.shape[2:])
         grams = None
         if known is not None and groups == 1 and places**2 <= input[0].numel():
@@ -202,21 +219,30 @@ def convolution(module: _Convolution, tape: Tape, input: Tensor) -> Tensor:
         finite = known is not None and known.finite
         if grams is not None:
             whole = widen(seen), widen(outputs)
-            yield weight, Sliding(*whole, window, shape, fold, grams, finite)
+            yield weight_slot, Sliding(*whole, window, shape, fold, grams, finite)
         elif groups > 1 or _instantiate(seen, outputs, window, fold):
-            yield weight, _each(seen, outputs, window, groups, fold, rounds=rounds)
+            yield weight_slot, _rows(seen, outputs, window, groups, fold, rounds=rounds)
         elif rounds and fold == 1 and rounding_pays(seen, outputs, window):
             # kept until the norms of all layers are known
             seen = seen.to(torch.bfloat16) if half else seen
-            yield weight, Sliding(seen, outputs, window, shape, fold, None, finite, rounds=True)
+            use = Sliding(seen, outputs, window, shape, fold, None, finite, rounds=True)
+            yield weight_slot, use
         else:
             whole = widen(seen), widen(outputs)
-            yield weight, Sliding(*whole, window, shape, fold, None, finite)
+            yield weight_slot, Sliding(*whole, window, shape, fold, None, finite)
 
     return tape.watch(output, record)
 
 
-def _each(
+def _each(setting: Sizes | str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """A setting for every dimension; torch takes one number for all of them."""
+    if isinstance(setting, str):
+        return (0,) * len(sizes)
+    several = (setting,) if isinstance(setting, int) else tuple(setting)
+    return several * len(sizes) if len(several) == 1 else several
+
+
+def _rows(
     inputs: Tensor, outputs: Tensor, window: Window, groups: int, fold: int, *, rounds: bool
 ) -> Rows:
     """Gradient of the kernel for every example, the fastest way there is.
@@ -248,22 +274,3 @@ def _instantiate(inputs: Tensor, outputs: Tensor, window: Window, fold: int) -> 
 
 def _unfolded(rows: Tensor, fold: int) -> Tensor:
     return rows if fold == 1 else split_dimension(rows, 0, (-1, fold)).sum(1)
-
-
-def _padded(module: _Convolution, input: Tensor) -> Tensor | None:
-    """The input with its padding, or None where symmetric zero padding is all there is."""
-    if not isinstance(module.padding, str) and module.padding_mode == "zeros":
-        return None
-    sizes, dilations = module.kernel_size, module.dilation
-    pads: list[int] = []
-    for dimension in reversed(range(len(sizes))):
-        if module.padding == "valid":
-            pads += [0, 0]
-        elif module.padding == "same":
-            total = dilations[dimension] * (sizes[dimension] - 1)
-            pads += [total // 2, total - total // 2]
-        else:
-            pads += [int(module.padding[dimension])] * 2
-    if module.padding_mode == "zeros":
-        return F.pad(input, pads)
-    return F.pad(input, pads, mode=module.padding_mode)

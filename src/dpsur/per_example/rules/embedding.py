@@ -1,6 +1,5 @@
 """Embeddings: a gradient that touches only the rows of an example's own tokens."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from dpsur.per_example.contributions import (
     part_norms,
     rounding,
 )
-from dpsur.per_example.tape import NotSupportedError, Slot, Tape
+from dpsur.per_example.tape import NotSupportedError, Tape, Uses
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def look_up(tape: Tape, input: Tensor, weight: Tensor, padding: int | None = Non
     table_rows = len(weight)
     padding = None if padding is None else padding % table_rows
 
-    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
+    def record(gradient: Tensor) -> Uses:
         tokens = layout.by_example(input).reshape(tape.examples, -1)
         outputs = layout.by_example(gradient).reshape(*tokens.shape, gradient.shape[-1])
         if padding is not None:

@@ -1,27 +1,15 @@
 """Linear layers, on single vectors and on sequences of them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.functional.process_settings import as_autocast_sees, widen
-from dpsur.per_example.contributions import (
-    Contribution,
-    Outer,
-    Output,
-    Products,
-    Rows,
-    Shift,
-)
+from dpsur.per_example.contributions import Outer, Output, Products, Rows, Shift
 from dpsur.per_example.kernels import products
-from dpsur.per_example.tape import Slot, Tape
-
-
-def linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
-    """The gradient of the weight is a sum of outer products over positions."""
-    return linear_map(tape, input, module.weight, module.bias)
+from dpsur.per_example.tape import Tape, Uses
 
 
 def frozen_linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
@@ -39,22 +27,25 @@ def linear_map(
     tape: Tape,
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     *,
-    weight_rows: tuple[int, int] | None = None,
-    bias_rows: tuple[int, int] | None = None,
+    some: slice | None = None,
 ) -> Tensor:
-    """A linear map by a weight and a bias or by some of their rows."""
-    x = as_autocast_sees(x)
-    output = _linear(x)(
-        x,
-        weight if weight_rows is None else weight[slice(*weight_rows)],
-        bias if bias is None or bias_rows is None else bias[slice(*bias_rows)],
-    )
-    layout = tape.examples_in(output)
-    weight_slot, bias_slot = tape.slot(weight, weight_rows), tape.slot(bias, bias_rows)
+    """A linear map by a weight and a bias, or by some of their rows: the others have no part in it.
 
-    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
+    The gradient of the weight is a sum of outer products over positions.
+    """
+    x = as_autocast_sees(x)
+    if some is None:
+        output = _linear(x)(x, weight, bias)
+    else:
+        output = _linear(x)(x, weight[some], None if bias is None else bias[some])
+    layout = tape.examples_in(output)
+    weight_slot, bias_slot = tape.slot(weight), tape.slot(bias)
+
+    def record(gradient: Tensor) -> Uses:
+        if some is not None:
+            gradient = F.pad(gradient, (some.start, len(weight) - some.stop))
         rows, width = tape.examples, gradient.shape[-1]
         if gradient.numel() == rows * width:  # one vector per example, wherever they are held
             output = Output(widen(gradient).reshape(rows, width))

@@ -1,6 +1,6 @@
 """Layers that scale, and perhaps shift, what an example has in a channel or an entry."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpsur.functional.process_settings import widen
-from dpsur.per_example.contributions import Contribution, Rows
+from dpsur.per_example.contributions import Rows
 from dpsur.per_example.kernels import fused
-from dpsur.per_example.tape import Layout, Slot, Tape
+from dpsur.per_example.tape import Tape, Uses
 
 # From the gradient of an output to sums of it times normalised inputs, and of itself; or None.
 Sums = Callable[[Tensor], tuple[Tensor, Tensor] | None]
@@ -99,12 +99,12 @@ def _scaled(
     layout = tape.examples_in(output, axis=0 if collect is _by_channel else None)
     scale, shift = tape.slot(weight), tape.slot(bias)
 
-    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
-        found = sums(gradient) if sums is not None and layout == Layout(0) else None
+    def record(gradient: Tensor) -> Uses:
+        found = sums(gradient) if sums is not None and layout.fold == 1 else None
         if found is not None:
             for slot, rows in zip((scale, shift), found, strict=True):
                 if slot is not None:
-                    yield slot, Rows(rows.view(len(rows), *tape.params[slot.parameter].shape))
+                    yield slot, Rows(rows.view(len(rows), *tape.params[slot].shape))
             return
         if scale is not None:
             yield scale, Rows(collect(layout.by_example(gradient * normalise())))

@@ -6,7 +6,7 @@ and with them every weight is used as by a linear layer on a sequence. All other
 projections among them, are written out as one linear map after the other.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpsur.functional.process_settings import widen
-from dpsur.per_example.contributions import Contribution, Products, Rows
+from dpsur.per_example.contributions import Products, Rows
 from dpsur.per_example.kernels.recurrent_cells import lstm_cells, rounding_of_layers
 from dpsur.per_example.rules.linear import linear_map
-from dpsur.per_example.tape import Layout, NotSupportedError, Slot, Tape
+from dpsur.per_example.tape import Layout, NotSupportedError, Tape, Uses
 
 State = tuple[Tensor, ...]
 # From the gates' input part, their hidden part and the last state to the next state.
@@ -189,7 +189,7 @@ def _lstm_layer(
 
 def _record(
     tape: Tape, fold: int, seen: list[Tensor], weights: Weights, kept: list[Tensor]
-) -> Callable[[Tensor], Iterable[tuple[Slot, Contribution]]]:
+) -> Callable[[Tensor], Uses]:
     """`kept` holds the states (directions, times + 1, rows, width), the initial one first."""
     layout = Layout(1, fold)
 
@@ -202,7 +202,7 @@ def _record(
         for both in ((weights.inputs, weights.hidden), (weights.input_bias, weights.hidden_bias))
     )
 
-    def record(gradient: Tensor) -> Iterable[tuple[Slot, Contribution]]:
+    def record(gradient: Tensor) -> Uses:
         for direction, one in enumerate(seen):
             gates = by_example(gradient[direction])
             for slots, inputs in zip(matrices, (one, kept[0][direction, :-1]), strict=True):
