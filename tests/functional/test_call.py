@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from dpsur.functional.problem import Problem, every_module, use_weights
 from dpsur.functional.records import Examples
-from dpsur.per_example import GradientBudget, check_model, clipped_sum
+from dpsur.per_example import check_model, clipped_sum
 from dpsur.per_example.clipping import strategy_for
 from dpsur.per_example.record_function import Way
 
@@ -75,7 +75,7 @@ def test_weights_come_back_if_the_model_fails():
 
 
 def one_by_one(problem, params):
-    records = strategy_for(problem, params, problem.train.inputs, GradientBudget()).records
+    records = strategy_for(problem, params, problem.train.inputs).records
     records.ways.update(dict.fromkeys(records.ways, Way.ALONE))
     clipped_sum(problem, params, problem.train, 0.1)
 

@@ -18,7 +18,7 @@ from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.state import State
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import Selective, make_trial, start, train
-from dpsur.per_example import GradientBudget, clipped_norms, clipped_sum
+from dpsur.per_example import clipped_norms, clipped_sum
 from dpsur.per_example import contributions as factors
 from dpsur.per_example.clipping import strategy_for
 from dpsur.per_example.record_function import Way
@@ -340,10 +340,9 @@ def test_coins_mean_the_same_however_gradients_are_found(way):
         )
         for name in params
     }
-    budget = GradientBudget()
-    records = strategy_for(problem, params, problem.train.inputs, budget).records
+    records = strategy_for(problem, params, problem.train.inputs).records
     records.ways.update(dict.fromkeys(records.ways, way))
-    found = clipped_sum(problem, params, problem.train, CLIP, coins=coins, budget=budget).params
+    found = clipped_sum(problem, params, problem.train, CLIP, coins=coins).params
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 

@@ -9,7 +9,6 @@ from torch import nn
 
 import dpsur
 from dpsur.functional.problem import Objective
-from dpsur.per_example import GradientBudget
 from dpsur.per_example.clipping import strategy_for
 
 pytest.importorskip("opacus", reason="needs the extra dev: opacus")
@@ -66,9 +65,7 @@ def test_the_fallback_keeps_up_with_functorch(kind):
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), nn.ReLU(), nn.Linear(WIDTH, 3))
 
     model, wrapped = made(), GradSampleModule(made())
-    assert strategy_for(
-        Objective(model, F.cross_entropy), weights_of(model), x, GradientBudget()
-    ).copied
+    assert strategy_for(Objective(model, F.cross_entropy), weights_of(model), x).copied
 
     def theirs():
         wrapped.zero_grad()

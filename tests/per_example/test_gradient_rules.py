@@ -12,9 +12,10 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import LAYERS, Streams
-from dpsur.per_example import GradientBudget, clipped_sum, contributions
-from dpsur.per_example.clipping import GradientEngine, strategy_for
+from dpsur.per_example import clipped_sum, contributions
+from dpsur.per_example.clipping import strategy_for
 from dpsur.per_example.contributions import clip_factors, guard
+from dpsur.per_example.memory_budget import microbatch_rows
 from dpsur.per_example.rules.embedding import Lookups, add_up_repeats
 from dpsur.per_example.tape import Tape
 
@@ -533,9 +534,9 @@ ONE_PASS = {
     "attention-bias-kv": layer(attention(add_bias_kv=True), 5, 4, pick=first, call=itself),
 }
 SLOWER = {
-    "folded-and-stubborn": (Stubborn, floats(3, 4), GradientEngine.ONE_BY_ONE),
+    "folded-and-stubborn": (Stubborn, floats(3, 4)),
 }
-MODELS = ONE_PASS | {name: (build, inputs) for name, (build, inputs, _) in SLOWER.items()}
+MODELS = ONE_PASS | SLOWER
 
 
 def made(name, dtype=torch.float64, models=MODELS):
@@ -613,8 +614,8 @@ def test_every_rule_against_one_example_at_a_time(name, dtype, tolerance):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_expected_engine_is_chosen(name):
     problem = shared(name)
-    plan = strategy_for(problem, problem.initial_params(), problem.train.inputs, GradientBudget())
-    assert plan.engine is (SLOWER[name][2] if name in SLOWER else GradientEngine.ONE_PASS)
+    plan = strategy_for(problem, problem.initial_params(), problem.train.inputs)
+    assert (plan.reason is None) == (name not in SLOWER)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e200])
@@ -648,7 +649,7 @@ def test_pieces_and_the_empty_batch(name):
     problem = shared(name)
     params, batch = problem.initial_params(), problem.train
     whole = clipped_sum(problem, params, batch, 0.3).params
-    one_row = clipped_sum(problem, params, batch, 0.3, budget=GradientBudget(bytes=1)).params
+    one_row = clipped_sum(problem, params, batch, 0.3, at_once=1).params
     assert_same(one_row, whole, 1e-9)
     nothing = batch.select(torch.zeros(0, dtype=torch.int64))
     for masked in (None, torch.zeros(0, dtype=torch.bool)):
@@ -713,7 +714,7 @@ def test_the_plan_draws_nothing_from_the_global_stream():
     problem = made("own-module", models=DROPOUT)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    strategy_for(problem, problem.initial_params(), problem.train.inputs, GradientBudget())
+    strategy_for(problem, problem.initial_params(), problem.train.inputs)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -766,8 +767,8 @@ def test_a_plan_that_was_made_with_zeros_serves_other_weights():
     problem = made("weight-without-its-layer")
     params = problem.initial_params()
     zeros = {name: torch.zeros_like(value) for name, value in params.items()}
-    plan = strategy_for(problem, zeros, problem.train.inputs, GradientBudget())
-    assert plan is strategy_for(problem, params, problem.train.inputs, GradientBudget())
+    plan = strategy_for(problem, zeros, problem.train.inputs)
+    assert plan is strategy_for(problem, params, problem.train.inputs)
     ours = clipped_sum(problem, params, problem.train, 0.2).params
     assert_same(ours, clipped(gradients(problem, params, problem.train), 0.2), 1e-9)
 
@@ -779,11 +780,11 @@ def test_a_wrong_mask_is_refused(mask):
         clipped_sum(problem, problem.initial_params(), problem.train, 1.0, mask=mask)
 
 
-def test_rows_per_piece_are_a_power_of_two_within_the_budget():
-    assert GradientBudget(bytes=2 * 100 * 40).rows(100, CPU) == 32
-    assert GradientBudget(bytes=1).rows(100, CPU) == 1
-    assert GradientBudget().rows(2**20, CPU) == 64
-    assert GradientBudget().rows(2**20, CPU, weights=2**26) == 128  # of a large model
+def test_rows_per_piece_are_a_power_of_two_of_what_there_is_room_for():
+    assert microbatch_rows(2**20, CPU) == 64
+    assert microbatch_rows(2**20 - 1, CPU) == 64
+    assert microbatch_rows(2**40, CPU) == 1
+    assert microbatch_rows(2**20, CPU, weights=2**26) == 128  # of a large model
 
 
 @pytest.mark.parametrize(
@@ -1253,9 +1254,7 @@ def test_tied_tables_are_measured_without_vectors_as_long_as_the_table(formed, m
     monkeypatch.delattr(Lookups, "_chosen")
     problem = made("tied-language", torch.float64)
     params = problem.initial_params()
-    assert strategy_for(problem, params, problem.train.inputs, GradientBudget()).engine is (
-        GradientEngine.ONE_PASS
-    )
+    assert strategy_for(problem, params, problem.train.inputs).reason is None
     found = clipped_sum(problem, params, problem.train, 0.01).params
     each = gradients(problem, params, problem.train)
     scales = [min(1.0, 0.01 / norm(row)) for row in each]

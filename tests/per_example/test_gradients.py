@@ -11,9 +11,9 @@ from dpsur.errors import InvalidInputError, UnsupportedModelError
 from dpsur.functional.problem import Objective, Problem, drop_weights
 from dpsur.functional.records import Examples
 from dpsur.networks import pixel_cnn
-from dpsur.per_example import GradientBudget, check_model, clipped_sum, clipping
+from dpsur.per_example import check_model, clipped_sum, clipping
 from dpsur.per_example.api import per_example_gradients
-from dpsur.per_example.clipping import GradientEngine, strategy_for
+from dpsur.per_example.clipping import strategy_for
 from dpsur.per_example.record_function import Way
 from tests.conftest import blobs, small_model
 
@@ -144,8 +144,7 @@ def test_pieces_do_not_change_the_sum():
     problem = made("mlp")
     params = problem.initial_params()
     whole = clipped_sum(problem, params, problem.train, 0.3).params
-    one_row = GradientBudget(bytes=1)
-    pieces = clipped_sum(problem, params, problem.train, 0.3, budget=one_row).params
+    pieces = clipped_sum(problem, params, problem.train, 0.3, at_once=1).params
     for key, value in whole.items():
         torch.testing.assert_close(pieces[key], value)
 
@@ -198,7 +197,7 @@ def test_a_loss_that_is_nan_contributes_zero_wherever_it_stands(activation, way)
             model, lambda out, _: out.sum(), Examples(inputs, torch.zeros(len(inputs)))
         )
         params = problem.initial_params()
-        records = strategy_for(problem, params, inputs, GradientBudget()).records
+        records = strategy_for(problem, params, inputs).records
         records.ways.update(dict.fromkeys(records.ways, way))
         return clipping.clipped_sum(problem, params, problem.train, 1.0).params["shift"]
 
@@ -319,16 +318,14 @@ class Adversarial(nn.Module):
         return self.score(x + 0.1 * slope.sign())
 
 
-@pytest.mark.parametrize(
-    ("functional", "engine"), [(False, GradientEngine.ONE_BY_ONE), (True, GradientEngine.ONE_PASS)]
-)
-def test_a_gradient_that_a_model_takes_itself_is_not_added(functional, engine):
+@pytest.mark.parametrize(("functional", "one_pass"), [(False, False), (True, True)])
+def test_a_gradient_that_a_model_takes_itself_is_not_added(functional, one_pass):
     torch.manual_seed(0)
     records = Examples(torch.randn(6, 4), torch.arange(6) % 3)
     problem = Problem(Adversarial(functional=functional), F.cross_entropy, records)
     params, bound = problem.initial_params(), 0.5
     check_model(problem.model, records)
-    assert strategy_for(problem, params, records.inputs, GradientBudget()).engine is engine
+    assert (strategy_for(problem, params, records.inputs).reason is None) == one_pass
     found = clipped_sum(problem, params, records, bound).params
     expected = one_at_a_time(problem, params, records, bound)
     for name, value in expected.items():

@@ -12,7 +12,7 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.gaussian import padded_batch
 from dpsur.mechanism.streams import BATCH, Streams
-from dpsur.per_example import GradientBudget, clipped_sum
+from dpsur.per_example import clipped_sum, memory_budget
 from dpsur.per_example import tape as stored
 from tests.per_example.test_gradient_rules import clipped, gradients
 
@@ -60,13 +60,14 @@ def assert_same(ours, expected):
 
 
 @pytest.mark.parametrize("build", [convolution, linear, Words])
-@pytest.mark.parametrize("budget", [GradientBudget(), GradientBudget(bytes=1)])
-def test_stored_or_not_the_sum_is_the_same(build, budget):
+@pytest.mark.parametrize("room", [memory_budget.PART_FOR_TABLES, 0])
+def test_stored_or_not_the_sum_is_the_same(build, room, monkeypatch):
+    monkeypatch.setattr(memory_budget, "PART_FOR_TABLES", room)
     problem = doubled(problem_of(build))
     params = problem.initial_params()
     expected = clipped(gradients(problem, params, problem.train.select(PICKED)), BOUND)
     for _ in range(2):  # when a table is made, and when it is there
-        total = clipped_sum(problem, params, problem.train, BOUND, rows=PICKED, budget=budget)
+        total = clipped_sum(problem, params, problem.train, BOUND, rows=PICKED)
         assert_same(total.params, expected)
 
 
@@ -81,10 +82,10 @@ def test_padded_batches_use_the_tables():
     assert len(problem.tables) > 2
 
 
-def test_a_table_without_room_is_not_made():
+def test_a_table_without_room_is_not_made(monkeypatch):
+    monkeypatch.setattr(memory_budget, "PART_FOR_TABLES", 1e-12)
     problem = doubled(problem_of(convolution))
-    tight = GradientBudget(bytes=100)
-    clipped_sum(problem, problem.initial_params(), problem.train, BOUND, rows=PICKED, budget=tight)
+    clipped_sum(problem, problem.initial_params(), problem.train, BOUND, rows=PICKED)
     assert not any(isinstance(table, torch.Tensor) for table in problem.tables.values())
 
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur.functional.problem import Objective
-from dpsur.per_example import GradientBudget
 from dpsur.per_example.api import per_example_gradients
 from dpsur.per_example.clipping import strategy_for
 from dpsur.per_example.contributions import clip_factors
@@ -21,7 +20,7 @@ def test_a_plan_keeps_nothing_of_what_it_was_checked_with():
     """A graph whose saved tensors hold it is never given back, and with it a copy of the model."""
     model = nn.Sequential(nn.Linear(5, 41), nn.Tanh(), nn.Linear(41, 3))
     params = dict(model.named_parameters())
-    strategy_for(Objective(model, F.cross_entropy), params, torch.randn(6, 5), GradientBudget())
+    strategy_for(Objective(model, F.cross_entropy), params, torch.randn(6, 5))
     gc.collect()
     alive = [
         value

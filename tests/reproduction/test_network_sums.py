@@ -19,7 +19,7 @@ from dpsur.functional.problem import Objective
 from dpsur.functional.process_settings import precision
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import map_tensors
-from dpsur.per_example import GradientBudget, clipped_sum
+from dpsur.per_example import clipped_sum, memory_budget
 from dpsur.per_example.clipping import strategy_for
 from reproduction.bench.families import FAMILIES
 from reproduction.bench.networks import COMMON, Gpt, gpt_lora, network_named
@@ -130,10 +130,10 @@ def test_float64_with_dropout(setting, monkeypatch):
             module.register_forward_hook(lambda _, args, found: F.dropout(found, 0.2))
     params, batch = _double(params), _double(batch)
     objective = Objective(model, objective.loss)
-    at_once = GradientBudget(2**34)
-    strategy_for(objective, params, batch.inputs, at_once)  # tries the model out
+    monkeypatch.setattr(memory_budget, "ON_THE_HOST", 2**34)  # all records at once
+    strategy_for(objective, params, batch.inputs)  # tries the model out
     masks.drawn.clear()
-    found = clipped_sum(objective, params, batch, BOUND, budget=at_once).params
+    found = clipped_sum(objective, params, batch, BOUND).params
     assert masks.drawn
 
     def one_record(row):

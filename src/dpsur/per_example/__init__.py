@@ -4,14 +4,12 @@
 """
 
 from dpsur.per_example.clipping import ClippedSum, clipped_norms, clipped_sum
-from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.model_check import check_model, draws_randomness
 from dpsur.per_example.report import EngineReport, engine_report, explain, log_engine
 
 __all__ = [
     "ClippedSum",
     "EngineReport",
-    "GradientBudget",
     "check_model",
     "clipped_norms",
     "clipped_sum",

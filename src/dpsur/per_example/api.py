@@ -14,7 +14,6 @@ from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params, TensorTree, signature
 from dpsur.per_example import clipping
 from dpsur.per_example.clipping import BatchSlice, ClippedSum, make_tape, strategy_for
-from dpsur.per_example.memory_budget import GradientBudget
 from dpsur.per_example.model_check import check_model
 
 _checked: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
@@ -39,7 +38,7 @@ def per_example_gradients(
     objective, params, examples = _objective(model, loss, inputs, targets)
     if not len(examples):
         return {name: value.new_zeros(0, *value.shape) for name, value in params.items()}
-    plan = strategy_for(objective, params, examples.inputs, GradientBudget())
+    plan = strategy_for(objective, params, examples.inputs)
     found: dict[str, list[torch.Tensor]] = {name: [] for name in params}
     for start in range(0, len(examples), plan.rows):
         microbatch = BatchSlice(examples.part(slice(start, start + plan.rows)))

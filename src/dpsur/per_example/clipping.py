@@ -6,16 +6,16 @@ measured. Nothing of it is kept but the decision (`GradientStrategy`).
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Any, TypeGuard
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from dpsur import checks
 from dpsur.distributed import ALONE, Ranks, Reduction
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Objective, Problem, call, every_module, mode, output_rows
@@ -32,29 +32,23 @@ from dpsur.functional.tree import (
     slice_rows,
     tensors_of,
 )
-from dpsur.per_example.augmentation import augmented, repeat_rows
 from dpsur.per_example.contributions import Factors, clip_factors
-from dpsur.per_example.memory_budget import GradientBudget
+from dpsur.per_example.memory_budget import microbatch_rows
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.tape import KnownInputs, Tape
 
-
-class GradientEngine(Enum):
-    """How gradients are found, fastest first."""
-
-    ONE_PASS = "one-pass"
-    ONE_BY_ONE = "one-by-one"
+# Of a model's inputs to inputs of the same structure, shapes and types, row by row.
+Augment = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class GradientStrategy:
-    """The engine for a model and records per microbatch.
+    """How gradients are found for a model, and records per microbatch.
 
-    `reason` says why the engine is not the fast one, `copied` which parameters are used by
-    operations without a rule, with a gradient for every record.
+    `reason` says why records are worked on one by one, if they are; `copied` which parameters are
+    used by operations without a rule, with a gradient for every record.
     """
 
-    engine: GradientEngine
     rows: int
     records: RecordFunction = field(compare=False)
     reason: str | None = None
@@ -77,39 +71,22 @@ class BatchSlice:
 _strategies: WeakKeyDictionary[nn.Module, dict[object, GradientStrategy]] = WeakKeyDictionary()
 
 
-def strategy_for(
-    objective: Objective, params: Params, inputs: TensorTree, budget: GradientBudget
-) -> GradientStrategy:
+def strategy_for(objective: Objective, params: Params, inputs: TensorTree) -> GradientStrategy:
     """How gradients are found for inputs of this shape, which may be on the host; made once."""
     device = next(iter(params.values())).device
-    key = _key(objective, params, inputs, budget)
+    key = _key(objective, params, inputs)
     made = _strategies.setdefault(objective.model, {})
     if key not in made:
         first = map_tensors(lambda value: value.to(device), slice_rows(inputs, slice(2)))
         with seeded_globally(0, device):
-            made[key] = _make(objective, params, first, budget)
+            made[key] = _make(objective, params, first)
     return made[key]
 
 
-def strategy_with_less_memory(
-    objective: Objective, params: Params, inputs: TensorTree, budget: GradientBudget, rows: int
-) -> GradientStrategy:
-    """The same strategy for microbatches of so many rows, from now on."""
-    strategy = replace(strategy_for(objective, params, inputs, budget), rows=rows)
-    _strategies[objective.model][_key(objective, params, inputs, budget)] = strategy
-    logging.getLogger("dpsur.engine").warning(
-        "dpsur: out of memory: continuing with microbatches of %d; the result is the same", rows
-    )
-    return strategy
-
-
-def _key(
-    objective: Objective, params: Params, inputs: TensorTree, budget: GradientBudget
-) -> tuple[object, ...]:
+def _key(objective: Objective, params: Params, inputs: TensorTree) -> tuple[object, ...]:
     """What a strategy depends on, the model aside."""
     device = next(iter(params.values())).device
     return (
-        budget,
         objective.bf16,
         signature(inputs),
         device,
@@ -120,9 +97,7 @@ def _key(
     )
 
 
-def _make(
-    objective: Objective, params: Params, inputs: TensorTree, budget: GradientBudget
-) -> GradientStrategy:
+def _make(objective: Objective, params: Params, inputs: TensorTree) -> GradientStrategy:
     own = dict(objective.model.named_parameters())
     records = RecordFunction((objective.model,), {name: own[name] for name in params})
     held, copied = [], frozenset[str]()
@@ -146,8 +121,7 @@ def _make(
     if alone:
         memory = 8 * sum(value.numel() for value in params.values())
     return GradientStrategy(
-        GradientEngine.ONE_BY_ONE if alone else GradientEngine.ONE_PASS,
-        budget.rows(
+        microbatch_rows(
             memory,
             next(iter(params.values())).device,
             sum(value.nbytes for value in {**own, **params}.values()),
@@ -213,7 +187,7 @@ def _tape(
     def function(one: tuple[TensorTree, TensorTree]) -> Tensor:
         given, wanted = one
         if augment is not None:
-            given = augmented(augment, repeat_rows(given, views))
+            given = _augmented(augment, given, views)
         with objective.training_precision():
             outputs = output_rows(call(objective.model, given))
         outputs = map_tensors(widen, outputs)
@@ -226,6 +200,31 @@ def _tape(
     with mode(objective.model, training=True):
         tape, _, _ = records.tape(function, alone, row_count(inputs), params=params, known=known)
     return tape
+
+
+def check_augmentation(augment: Augment | None, views: int) -> None:
+    """Refuse what is no augmentation."""
+    checks.at_least_one("views", views)
+    if augment is None and views > 1:
+        raise InvalidInputError(f"views={views} needs augment=..., which makes them different")
+    if augment is not None and not callable(augment):
+        raise InvalidInputError("augment must be a function of the model's inputs")
+
+
+def _augmented(augment: Augment, rows: TensorTree, views: int) -> TensorTree:
+    """Several views of one record, whose gradients are averaged inside its one clipped gradient.
+
+    It is called in the record level: what it does to a record cannot depend on other records.
+    """
+    rows = map_tensors(lambda value: value.repeat_interleave(views, 0), rows)
+    found = augment(rows)
+    same = type(found) is type(rows) and row_count(found) == views
+    if not same or signature(found) != signature(rows):
+        raise InvalidInputError(
+            "augment must return what it is given: the same structure, number of rows, shapes and "
+            "types"
+        )
+    return found
 
 
 def _number(loss: Tensor) -> Tensor:
@@ -256,9 +255,6 @@ class ClippedSum:
         return sum(value.numel() for value in self.params.values())
 
 
-_DEFAULT_BUDGET = GradientBudget()
-
-
 def clipped_sum(
     objective: Objective,
     params: Params,
@@ -268,7 +264,6 @@ def clipped_sum(
     mask: Tensor | None = None,
     rows: Tensor | None = None,
     coins: Tensor | None = None,
-    budget: GradientBudget = _DEFAULT_BUDGET,
     ranks: Ranks = ALONE,
     at_once: int | None = None,
 ) -> ClippedSum:
@@ -312,7 +307,7 @@ def clipped_sum(
         for name in reversed(params):
             reduction.add(name, torch.zeros_like(params[name]))
         return ClippedSum(_in_order(reduction.result(), params), sensitivity=max_grad_norm)
-    strategy = strategy_for(objective, params, examples.inputs, budget)
+    strategy = strategy_for(objective, params, examples.inputs)
     start = 0
     while start < size:
         most = max(1, strategy.rows // objective.views)
@@ -321,7 +316,7 @@ def clipped_sum(
         found: Params = {}
         enough = True
         try:
-            microbatch = _microbatch(objective, examples, some, rows, mask, budget)
+            microbatch = _microbatch(objective, examples, some, rows, mask)
             if coins is not None:
                 microbatch = replace(microbatch, coins=coins[some])
             travels = ranks.size > 1 and some.stop == size
@@ -340,13 +335,17 @@ def clipped_sum(
                 if travels:  # to the other ranks, while the next layer's sum is computed
                     reduction.add(name, found.pop(name))
         except torch.OutOfMemoryError:
-            if some.stop - start == 1 or _capturing() or reduction.begun:
+            captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            if some.stop - start == 1 or captured or reduction.begun:
                 raise
             enough = False
         if not enough:  # outside of `except`, whose traceback would keep the memory
             fewer = 1 << (some.stop - start - 1).bit_length() - 1
-            strategy = strategy_with_less_memory(
-                objective, params, examples.inputs, budget, fewer * objective.views
+            strategy = replace(strategy, rows=fewer * objective.views)
+            _strategies[objective.model][_key(objective, params, examples.inputs)] = strategy
+            logging.getLogger("dpsur.engine").warning(
+                "dpsur: out of memory: continuing with microbatches of %d; the result is the same",
+                strategy.rows,
             )
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -363,17 +362,12 @@ def _in_order(found: Params, params: Params) -> Params:
     return {name: found[name] for name in params}
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def _microbatch(
     objective: Objective,
     examples: Examples,
     some: slice,
     rows: Tensor | None,
     mask: Tensor | None,
-    budget: GradientBudget,
 ) -> BatchSlice:
     """Some rows of a batch, with what they hold under the mask replaced."""
     keep = None if mask is None else mask[some]
@@ -382,21 +376,16 @@ def _microbatch(
     else:
         batch = examples.select(rows[some])
         known = None
-        if _is_cached(objective, examples):
-            known = KnownInputs(examples.inputs, rows[some], batch.inputs, objective.tables, budget)
+        if (  # of the training set, what depends on the data alone is computed once
+            isinstance(objective, Problem)
+            and examples.inputs is objective.train.inputs
+            and isinstance(examples.inputs, Tensor)
+        ):
+            known = KnownInputs(examples.inputs, rows[some], batch.inputs, objective.tables)
     if keep is not None and not (known is not None and known.finite):
         batch = Examples(_blank(batch.inputs, keep), _blank(batch.targets, keep))
         known = None if known is None else replace(known, inputs=batch.inputs)
     return BatchSlice(batch, keep, known)
-
-
-def _is_cached(objective: Objective, examples: Examples) -> TypeGuard[Problem]:
-    """Whether what depends on these inputs alone is computed once: they are the training set's."""
-    return (
-        isinstance(objective, Problem)
-        and examples.inputs is objective.train.inputs
-        and isinstance(examples.inputs, Tensor)
-    )
 
 
 def _blank(values: TensorTree, mask: Tensor) -> TensorTree:
@@ -457,7 +446,7 @@ def clipped_norms(
     """
     if not len(batch):
         return torch.zeros(0, dtype=torch.float64, device=device_of(batch.inputs))
-    strategy = strategy_for(objective, params, batch.inputs, GradientBudget())
+    strategy = strategy_for(objective, params, batch.inputs)
     norms = []
     most = max(1, strategy.rows // objective.views)
     for start in range(0, len(batch), most):

@@ -260,13 +260,14 @@ class RecordFunction:
             return None
         return torch.tensor(found, device=tensors_of(batch)[0].device)
 
+    def _held(self, params: Params | None) -> Params:
+        return params or {name: value.detach() for name, value in self.trained.items()}
+
     def _unusable(
         self, batch: Any, records: int, params: Params | None
     ) -> tuple[Tape, Tensor, dict[str, Tensor]]:
         """Records that all make the function raise: each has the gradient zero."""
-        held = params or {name: value.detach() for name, value in self.trained.items()}
-        tape = Tape(held, records)
-        tape.incomplete = True
+        tape = Tape(self._held(params), records, incomplete=True)
         losses = torch.full((records,), torch.nan, device=tensors_of(batch)[0].device)
         tape.spoiled = losses.isnan()
         return tape, losses, {}
@@ -284,9 +285,7 @@ class RecordFunction:
         if self.make_tape is not None:
             tape = self.make_tape(records)
         else:
-            held = params or {name: value.detach() for name, value in self.trained.items()}
-            tape = Tape(held, records, self.trained)
-        tape.known = known
+            tape = Tape(self._held(params), records, self.trained, known=known)
         level = RecordLevel(tape, self.models, own_tensors=way is Way.OWN_TENSORS)
         with level.entered():
             hidden = map_tensors(level.hide, batch, otherwise=_keep)
@@ -298,32 +297,24 @@ class RecordFunction:
         self, function: Callable[[Any], Any], batch: Any, records: int, params: Params | None
     ) -> tuple[Tape, Any]:
         """One call for each record, which has copies of the weights for itself."""
-        held = params or {name: value.detach() for name, value in self.trained.items()}
+        held = self._held(params)
         tape = Tape(held, records)
-        own = held
-        copies = (
-            {n: tape.copies(value) for n, value in held.items()}
+        copies = {
+            name: tape.copies(value)
             if torch.is_grad_enabled()
-            else None
-        )
-        names = {id(value): name for name, value in self.trained.items()}
-        outputs = []
-
-        def weight(_: str, value: Tensor) -> Tensor:
-            return own.get(names.get(id(value), ""), value.detach())
-
+            else value.expand(records, *value.shape)
+            for name, value in held.items()
+        }
         draws = _own_draws(batch, records)
-        for record in range(records):
-            if copies is not None:
-                own = {name: value[record] for name, value in copies.items()}
-            with self._calling(weight, params), draws[record]():
-                found = function(slice_records(batch, record))
-            outputs.append(map_tensors(_keep, found, otherwise=_none))
-        with torch.no_grad(), self._calling(weight, params):
-            if copies is not None:
-                own = {name: value[0] for name, value in copies.items()}
-            with draws[0]():
-                again = tensors_of(function(slice_records(batch, 0)))
+
+        def call(record: int) -> Any:
+            own = {name: value[record] for name, value in copies.items()}
+            with self._calling(own, params), draws[record]():
+                return function(slice_records(batch, record))
+
+        outputs = [map_tensors(_keep, call(i), otherwise=_none) for i in range(records)]
+        with torch.no_grad():
+            again = tensors_of(call(0))
         for first, second in zip(tensors_of(outputs[0]), again, strict=True):
             if first.is_floating_point():
                 check_again(first.detach().double().norm(), second.double().norm())
@@ -334,14 +325,8 @@ class RecordFunction:
     ) -> tuple[Tape, Tensor, dict[str, Tensor]]:
         """One backward pass per record: slow, and right for every function without state."""
         leaves = dict(self.trained)
-        weight = None
         if params is not None:
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-            names = {id(value): name for name, value in self.trained.items()}
-
-            def weight(_: str, own: Tensor) -> Tensor:
-                return leaves.get(names.get(id(own), ""), own.detach())
-
         rows: list[Sequence[Tensor]] = []
         losses: list[Tensor] = []
         figures: list[dict[str, Tensor]] = []
@@ -353,7 +338,7 @@ class RecordFunction:
 
         values = list(leaves.values())
         errors: list[Exception] = []
-        with self._calling(weight, params):
+        with self._calling(None if params is None else leaves, params):
             draws = _own_draws(batch, records)
             for record in range(records):
                 gradients: Sequence[Tensor] = [torch.zeros_like(value) for value in values]
@@ -386,15 +371,18 @@ class RecordFunction:
         return tape, found, {name: torch.stack([f[name] for f in figures]) for name in figures[0]}
 
     @contextmanager
-    def _calling(
-        self, weight: Callable[[str, Tensor], Tensor] | None, params: Params | None
-    ) -> Iterator[None]:
+    def _calling(self, own: Mapping[str, Tensor] | None, params: Params | None) -> Iterator[None]:
         """The modules outside of a level, perhaps with other weights, none of which may change."""
+        names = {id(value): name for name, value in self.trained.items()}
+
+        def weight(_: str, value: Tensor) -> Tensor:
+            return (own or {}).get(names.get(id(value), ""), value.detach())
+
         with ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(forbid_side_effects(model, params or {}))
                 stack.enter_context(without_flattening(model.modules()))
-                if weight is not None:
+                if own is not None:
                     stack.enter_context(use_weights(model, weight))
             yield
 
@@ -463,18 +451,22 @@ def _line_of(error: Exception) -> str:
 def _without(batch: Any, bad: Tensor) -> Any:
     """A batch in which another record stands in for those that cannot be used."""
     good = int((~bad).int().argmax())
+    return map_tensors(
+        lambda value: torch.where(_rows_like(bad, value), value[good], value),
+        batch,
+        otherwise=_keep,
+    )
 
-    def replaced(value: Tensor) -> Tensor:
-        return torch.where(bad.view(-1, *[1] * (value.dim() - 1)), value[good], value)
 
-    return map_tensors(replaced, batch, otherwise=_keep)
+def _rows_like(rows: Tensor, values: Tensor) -> Tensor:
+    return rows.view(-1, *[1] * (values.dim() - 1))
 
 
 def _nan(values: Tensor, rows: Tensor) -> Tensor:
     """NaN in some rows of an output; what is no fraction stays as it is."""
     if not values.is_floating_point():
         return values
-    return values.masked_fill(rows.view(-1, *[1] * (values.dim() - 1)), torch.nan)
+    return values.masked_fill(_rows_like(rows, values), torch.nan)
 
 
 def slice_records(batch: Any, record: int) -> Any:

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.tree import Params, TensorTree
-from dpsur.per_example.clipping import BatchSlice, GradientEngine, make_tape, strategy_for
-from dpsur.per_example.memory_budget import GradientBudget
+from dpsur.per_example.clipping import BatchSlice, make_tape, strategy_for
 
 _log = logging.getLogger("dpsur.engine")
-_ALONE_COST = "this is many times slower, with the same results"
+_ONE_BY_ONE = "one-by-one"
 SMALL = 2**16  # numbers of a parameter whose gradients for all records are no burden
 
 
@@ -20,10 +19,10 @@ SMALL = 2**16  # numbers of a parameter whose gradients for all records are no b
 class EngineReport:
     """How per-record gradients are found; `print` it.
 
-    `name` is the engine: "one-pass" (all records at once) or "one-by-one". `reason` says what keeps
-    it from being faster. `copies` are large parameters that an operation without a rule uses: they
-    have a gradient for every record, which takes memory. `not_captured` says why the trials of a
-    run on a GPU are not replayed as CUDA graphs; None if they are.
+    `name` is the engine: "one-pass" (all records at once) or "one-by-one"; "batch" without privacy.
+    `reason` says what keeps it from being faster. `copies` are large parameters that an operation
+    without a rule uses: they have a gradient for every record, which takes memory. `not_captured`
+    says why the trials of a run on a GPU are not replayed as CUDA graphs; None if they are.
     """
 
     name: str
@@ -32,13 +31,18 @@ class EngineReport:
     not_captured: str | None = None
 
     @property
+    def is_slow(self) -> bool:
+        """Whether the gradients of the records are found one after the other."""
+        return self.name == _ONE_BY_ONE
+
+    @property
     def summary(self) -> str:
         """One line: the engine, and why not a faster one."""
         return self.name if self.reason is None else f"{self.name} ({self.reason})"
 
     def __str__(self) -> str:
-        slow = self.name == GradientEngine.ONE_BY_ONE.value
-        lines = [f"engine {self.summary}" + (f"; {_ALONE_COST}" if slow else "")]
+        cost = "; this is many times slower, with the same results" if self.is_slow else ""
+        lines = [f"engine {self.summary}{cost}"]
         if self.not_captured is not None:
             lines.append(f"  trials are not captured as CUDA graphs: {self.not_captured}")
         lines += [
@@ -71,7 +75,7 @@ def engine_report(problem: Problem) -> EngineReport:
     if report.reason is not None:
         return report
     reason = _loss_fault(problem, problem.initial_params())
-    return report if reason is None else replace(report, name="one-by-one", reason=reason)
+    return report if reason is None else replace(report, name=_ONE_BY_ONE, reason=reason)
 
 
 def log_engine(report: EngineReport) -> None:
@@ -83,16 +87,16 @@ def log_engine(report: EngineReport) -> None:
 
 def _report(objective: Objective, inputs: TensorTree) -> EngineReport:
     params = objective.initial_params()
-    plan = strategy_for(objective, params, inputs, GradientBudget())
+    plan = strategy_for(objective, params, inputs)
     copies = (name for name in sorted(plan.copied) if name in params)
     large = tuple(name for name in copies if params[name].numel() > SMALL)
-    return EngineReport(plan.engine.value, plan.reason, large)
+    return EngineReport("one-pass" if plan.reason is None else _ONE_BY_ONE, plan.reason, large)
 
 
 def _loss_fault(problem: Problem, params: Params) -> str | None:
     """Why the losses of a batch cannot be computed at once, tried on the first records."""
     first = problem.train.part(slice(2)).to(problem.device)
-    plan = strategy_for(problem, params, problem.train.inputs, GradientBudget())
+    plan = strategy_for(problem, params, problem.train.inputs)
     with seeded_globally(0, problem.device):
         try:
             make_tape(problem, params, BatchSlice(first), plan)

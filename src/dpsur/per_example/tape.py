@@ -28,7 +28,7 @@ from dpsur.per_example.contributions import (
     split_dimension,
     whole_norms,
 )
-from dpsur.per_example.memory_budget import GradientBudget
+from dpsur.per_example.memory_budget import has_room
 
 
 class NotSupportedError(Exception):
@@ -79,7 +79,7 @@ Carry = Callable[[list[Contribution], Callable[[], Tensor]], Uses]
 # what they take on the way is part of the peak of a small step.
 _NUMBERS_AT_ONCE = 2**18
 
-# By name and budget. A table that has no room is None.
+# By name. A table that has no room is None.
 Tables = dict[Hashable, Tensor | int | None]
 
 
@@ -91,7 +91,6 @@ class KnownInputs:
     rows: Tensor
     inputs: Tensor
     tables: Tables
-    budget: GradientBudget = field(default_factory=GradientBudget)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_version", self.inputs._version)
@@ -125,13 +124,12 @@ class KnownInputs:
         None where a table of the whole set has no room. Only the first call waits for the device,
         so that it must come before a capture.
         """
-        tables, data, key = _current(self.tables, self.data), self.data, (name, self.budget)
-        if key not in tables:
+        tables, data = _current(self.tables, self.data), self.data
+        if name not in tables:
             one = compute(data[:1])
-            size = one.element_size() * one.numel() * len(data)
-            room = self.budget.has_room(size, data.device)
-            tables[key] = _fill(data, one, compute) if room else None
-        table = tables[key]
+            room = has_room(one.element_size() * one.numel() * len(data), data.device)
+            tables[name] = _fill(data, one, compute) if room else None
+        table = tables[name]
         return table.index_select(0, self.rows) if isinstance(table, Tensor) else None
 
 

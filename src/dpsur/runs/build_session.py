@@ -24,7 +24,7 @@ from dpsur.mechanism.streams import Streams, prepare_kernels
 from dpsur.methods import Dpsgd, Dpsur, Method
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.per_example import check_model
-from dpsur.per_example.augmentation import Augment, check_augmentation
+from dpsur.per_example.clipping import Augment, check_augmentation
 from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
 from dpsur.privacy.data_ledger import DataLedger
 from dpsur.privacy.plan import Plan

@@ -24,7 +24,6 @@ from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import EagerLoop, Loop, Progress, check_completed, start
 from dpsur.methods import Method, Nonprivate
 from dpsur.per_example import EngineReport, engine_report, log_engine
-from dpsur.per_example.clipping import GradientEngine
 from dpsur.privacy.events import NonPrivate, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import BY_CONSTRUCTION, WAS_CHECKED
@@ -122,7 +121,7 @@ class Session:
     @property
     def independence(self) -> str:
         """Whether records are kept apart by construction, or looked after one at a time."""
-        alone = self.engine().name == GradientEngine.ONE_BY_ONE.value
+        alone = self.engine().is_slow
         return WAS_CHECKED if alone else BY_CONSTRUCTION
 
     def run(

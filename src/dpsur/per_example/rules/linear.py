@@ -25,7 +25,7 @@ def _linear(x: Tensor) -> Callable[..., Tensor]:
 
 def linear_map(
     tape: Tape,
-    x: Tensor,
+    input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -35,11 +35,11 @@ def linear_map(
 
     The gradient of the weight is a sum of outer products over positions.
     """
-    x = as_autocast_sees(x)
+    input = as_autocast_sees(input)
     if some is None:
-        output = _linear(x)(x, weight, bias)
+        output = _linear(input)(input, weight, bias)
     else:
-        output = _linear(x)(x, weight[some], None if bias is None else bias[some])
+        output = _linear(input)(input, weight[some], None if bias is None else bias[some])
     layout = tape.examples_in(output)
     weight_slot, bias_slot = tape.slot(weight), tape.slot(bias)
 
@@ -50,17 +50,17 @@ def linear_map(
         if gradient.numel() == rows * width:  # one vector per example, wherever they are held
             output = Output(widen(gradient).reshape(rows, width))
             if weight_slot is not None:
-                inputs = widen(x).detach().reshape(rows, x.shape[-1])
+                inputs = widen(input).detach().reshape(rows, input.shape[-1])
                 yield weight_slot, Outer(inputs, output)
             if bias_slot is not None:
                 yield bias_slot, Shift(output)
             return
         # What the layer saw under autocast stays in bfloat16; on a CPU nothing is gained by it.
         narrow = gradient.dtype == torch.bfloat16 and gradient.is_cuda
-        seen = x.detach().to(torch.bfloat16) if narrow else widen(x.detach())
+        seen = input.detach().to(torch.bfloat16) if narrow else widen(input.detach())
         outputs = layout.split(gradient if narrow else widen(gradient)).reshape(rows, -1, width)
         if weight_slot is not None:
-            inputs = layout.split(seen).reshape(rows, -1, x.shape[-1])
+            inputs = layout.split(seen).reshape(rows, -1, input.shape[-1])
             yield weight_slot, Products(inputs, outputs).cheapest()
         if bias_slot is not None:
             total = outputs.sum(1, dtype=torch.float32) if narrow else outputs.sum(1)
