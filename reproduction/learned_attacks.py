@@ -26,7 +26,6 @@ from dpsur.attacks.metrics import Scores
 from dpsur.attacks.suite import AttackScores, with_control
 from dpsur.attacks.targets import (
     Models,
-    SeparateModels,
     Split,
     Trainer,
     as_many,
@@ -389,13 +388,13 @@ def attack_target(
         rows.append(split.shadow_train)
     with status("training the target" + (" and a shadow model" if len(rows) > 1 else "")):
         models = trainer(split.pool, rows, seed)
-    target = SeparateModels([models.module(0)])
+    target = Models([models.modules[0]])
     found = suite.attack_trained(target, split, trainer, names, seed, shadow_models)
     scores = dict(found.scores)
     members = as_many(split.target_train, len(split.target_test), seed)
     sides = split.examples(members), split.examples(split.target_test)
     if "shadow" in names:
-        shadow = SeparateModels([models.module(1)])
+        shadow = Models([models.modules[1]])
         known = split.examples(split.shadow_train), split.examples(split.shadow_test)
         with status("fitting the attack shadow"):
             learned = learn_from_shadow(shadow, *known, seed)
@@ -420,7 +419,7 @@ def _white_box(target: Models, members: Examples, others: Examples, seed: int) -
     count = min(len(members), len(others)) // 2
     guessed, known = zip(*(_parted(part, count, seed) for part in (members, others)), strict=True)
     return white_box_attack(
-        target.module(0),
+        target.modules[0],
         known_members=known[0],
         known_others=known[1],
         members=guessed[0],

@@ -4,34 +4,40 @@ import csv
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache
 from importlib.resources import files
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from dpsur.attacks.metrics import (
+    CONFIDENCE,
     LOW_RATES,
+    ROUNDING,
     Curve,
     Estimate,
     curve_of,
     draw_roc,
-    gains_of,
-    hits_from,
     hits_of,
-    low_rate_interval,
     measure,
+    ranks_around,
+    rates_of,
+    share_between,
 )
 from dpsur.attacks.targets import (
     PrivateTarget,
     Recipe,
     Trainer,
+    attacked_pool,
     plain_trainer,
-    pool_on,
     split_pool,
     target_network,
 )
 from dpsur.config import Intervals, Performance, RunConfig
-from dpsur.features import NONE
+from dpsur.features import NONE, compute, features_named
+from dpsur.functional.records import Examples
 from dpsur.methods import method_named
 from dpsur.presets import Preset, preset_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
@@ -168,6 +174,46 @@ class Membership(OneByOne):
 
 
 EXPERIMENT = Membership()
+
+
+def gains_of(hits: Sequence[int]) -> list[int]:
+    """How many more are found at a rate than at the one before: shorter numbers for a row."""
+    return [here - before for before, here in pairwise([0, *hits])]
+
+
+def hits_from(gains: Sequence[int]) -> list[int]:
+    """What `gains_of` was given."""
+    return list(accumulate(gains))
+
+
+def low_rate_interval(
+    hits: Sequence[int], members: int, others: int, rate: float, confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """The interval of the true positive rate at a low false positive rate, from points of a curve.
+
+    Formal guarantee: it holds the interval that `measure` gives for the scores themselves. The hits
+    of a point are known, and so is the most others that pass its threshold. At the lower end, a
+    point that not more pass than `measure` allows has not more hits. At the upper end, a point that
+    may be passed by as many has no fewer, unless others of equal scores kept its threshold above
+    them; the next point with more hits is then below these.
+    """
+    passed = np.floor(rates_of(others) * (1 + ROUNDING) * others)
+    counted = np.array(hits)
+    strict, loose = ranks_around(rate, others, confidence)
+    within, beyond = counted[passed < strict], counted[passed > loose]
+    more = beyond[beyond > beyond.min(initial=members)]
+    low = int(within.max(initial=0))
+    return share_between(low, int(more.min(initial=members)), members, confidence)
+
+
+@lru_cache(maxsize=1)
+def pool_on(device: torch.device, task: str, features: str | None) -> Examples:
+    """All records of a task on a device, with features or without, for the next target as well."""
+    pool = attacked_pool(task_named(task)).to(device)
+    if features is None:
+        return pool
+    found = compute(features_named(features), pool.inputs, device=device, cached=False)
+    return Examples(found, pool.targets)
 
 
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from dpsur.attacks.suite import (
 )
 from dpsur.attacks.targets import (
     ManyModels,
+    Models,
     Recipe,
-    SeparateModels,
     as_many,
     join,
     log_odds,
@@ -98,7 +98,7 @@ def test_many_at_once_are_trained_as_one_by_one(pool):
     start = ManyModels(network, F.cross_entropy, Recipe(epochs=1, learning_rate=1e-30, momentum=0))
     initial = start(pool, rows, seed=5)
     for index, part in enumerate(rows):
-        module = initial.module(index)
+        module = initial.modules[index]
         optimizer = torch.optim.SGD(
             module.parameters(), lr=0.1, momentum=recipe.momentum, weight_decay=0.01
         )
@@ -107,9 +107,9 @@ def test_many_at_once_are_trained_as_one_by_one(pool):
             F.cross_entropy(module(pool.inputs[part]), pool.targets[part]).backward()
             optimizer.step()
         expected = dict(module.named_parameters())
-        for name, value in trained.params.items():
-            assert torch.allclose(value[index], expected[name], atol=1e-5)
-    assert not torch.allclose(*trained.params["network.0.weight"])
+        for name, value in trained.modules[index].named_parameters():
+            assert torch.allclose(value, expected[name], atol=1e-5)
+    assert not torch.allclose(*(module.network[0].weight for module in trained.modules))
 
 
 def test_models_need_equally_many_records(trainer, pool):
@@ -134,7 +134,7 @@ def test_standardised_models_take_raw_inputs(pool):
         for records in (pool, moved(pool)):
             models = trainer(records, rows, seed=4)
             found = models.outputs(records.inputs)
-            assert torch.allclose(found[1], models.module(1)(records.inputs), atol=1e-5)
+            assert torch.allclose(found[1], models.modules[1](records.inputs), atol=1e-5)
             answers[standardise].append(found)
     assert torch.allclose(*answers[True], atol=0.02)
     assert not torch.allclose(*answers[False], atol=1.0)
@@ -214,7 +214,7 @@ def accuracy(scores: Scores):
 
 
 def shadow(models, split, sides):
-    one, two = (SeparateModels([models.module(index)]) for index in (0, 1))
+    one, two = (Models([models.modules[index]]) for index in (0, 1))
     learned = learn_from_shadow(
         two, split.examples(split.shadow_train), split.examples(split.shadow_test)
     )
@@ -231,7 +231,7 @@ def white_box(models, sides):
     members, others = sides
     known, rest = halves(members)
     return white_box_attack(
-        models.module(0),
+        models.modules[0],
         known_members=members.select(known),
         known_others=others.select(known),
         members=members.select(rest),
@@ -309,7 +309,7 @@ def lira(trainer, pool, split, models):
     candidates = torch.cat([split.target_train[:150], split.target_test])
     shadows = train_shadows(trainer, pool, candidates, 300, models=16, seed=11)
     member = np.arange(300) < 150
-    target = SeparateModels([models.module(0)])
+    target = Models([models.modules[0]])
     odds = target_log_odds(target, split.examples(candidates))
     return candidates, shadows, member, odds
 

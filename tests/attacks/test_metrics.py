@@ -11,15 +11,13 @@ from dpsur.attacks.metrics import (
     Scores,
     area,
     curve_of,
-    gains_of,
-    hits_from,
     hits_of,
-    low_rate_interval,
     measure,
     proportion,
     roc_curve,
 )
 from dpsur.errors import InvalidInputError
+from reproduction.experiments.membership import gains_of, hits_from, low_rate_interval
 from tests.statistics import FALSE_ALARM
 
 

@@ -57,7 +57,7 @@ def test_declarations_are_in_words():
         "labels": ["a", "b"],
     }
     rows = dict(declared_rows(public))
-    assert rows["Columns (declared public)"] == "age: 0 to 90; note: text"
+    assert rows["Columns (declared public)"] == "age: number from 0 to 90; note: text"
     assert rows["Target (declared public)"] == "ill: one of no, yes"
     assert rows["Inputs (declared public)"] == "images of 3 x 32 x 32 numbers"
     assert rows["Labels (declared public)"] == "a, b"

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -214,47 +213,18 @@ def hits_of(scores: Scores) -> list[int]:
     """How many members are found at this many false positive rates: all that a curve needs."""
     false, true = roc_curve(scores)
     # the highest point that keeps to the rate, never one between two thresholds
-    place = np.searchsorted(false, _rates(len(scores.others)) * (1 + ROUNDING), "right") - 1
+    place = np.searchsorted(false, rates_of(len(scores.others)) * (1 + ROUNDING), "right") - 1
     return [round(float(y) * len(scores.members)) for y in true[place]]
-
-
-def gains_of(hits: Sequence[int]) -> list[int]:
-    """How many more are found at a rate than at the one before: shorter numbers for a row."""
-    return [here - before for before, here in pairwise([0, *hits])]
-
-
-def hits_from(gains: Sequence[int]) -> list[int]:
-    """What `gains_of` was given."""
-    return list(accumulate(gains))
 
 
 def curve_of(hits: Sequence[int], members: int, others: int) -> Curve:
     """A curve in this many points, evenly spaced in the logarithm of the false positive rate."""
-    return [float(x) for x in _rates(others)], [found / members for found in hits]
+    return [float(x) for x in rates_of(others)], [found / members for found in hits]
 
 
-def _rates(others: int) -> Array:
+def rates_of(others: int) -> Array:
+    """The false positive rates of the points of a curve."""
     return np.geomspace(max(LEAST, 1 / others), 1.0, POINTS)
-
-
-def low_rate_interval(
-    hits: Sequence[int], members: int, others: int, rate: float, confidence: float = CONFIDENCE
-) -> tuple[float, float]:
-    """The interval of the true positive rate at a low false positive rate, from points of a curve.
-
-    Formal guarantee: it holds the interval that `measure` gives for the scores themselves. The hits
-    of a point are known, and so is the most others that pass its threshold. At the lower end, a
-    point that not more pass than `measure` allows has not more hits. At the upper end, a point that
-    may be passed by as many has no fewer, unless others of equal scores kept its threshold above
-    them; the next point with more hits is then below these.
-    """
-    passed = np.floor(_rates(others) * (1 + ROUNDING) * others)
-    counted = np.array(hits)
-    strict, loose = ranks_around(rate, others, confidence)
-    within, beyond = counted[passed < strict], counted[passed > loose]
-    more = beyond[beyond > beyond.min(initial=members)]
-    low = int(within.max(initial=0))
-    return share_between(low, int(more.min(initial=members)), members, confidence)
 
 
 def draw_roc(panels: Mapping[str, Mapping[str, Curve]]) -> "Figure":

@@ -1,13 +1,9 @@
-"""Targets of attacks: records that were and were not trained on, and models trained on them.
-
-Trained models as attacks see them, one or many at once.
-"""
+"""Targets of attacks: records that were and were not trained on, and models trained on them."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +25,7 @@ from dpsur.runs.fit import run_together
 from dpsur.runs.result import Run
 from dpsur.runs.tasks import TaskRecords, build_task_session
 from dpsur.status import advance
-from dpsur.tasks import Task, task_named
+from dpsur.tasks import Task
 from dpsur.tasks.base import PIXELS, TOKENS, VECTORS
 
 ROWS_AT_ONCE = 1024
@@ -37,91 +33,26 @@ ROWS_AT_ONCE = 1024
 SMALLEST_DEVIATION = 1e-3
 
 
-class Models(Protocol):
-    """One or more trained models of the same form."""
-
-    def __len__(self) -> int: ...
-
-    def outputs(self, inputs: Tensor) -> Tensor:
-        """Scores per class, of shape (models, records, classes)."""
-        ...
-
-    def module(self, index: int) -> nn.Module: ...
-
-
-class Trainer(Protocol):
-    """Trains one model on each of several sets of rows of a pool, all equally many."""
-
-    def __call__(self, pool: Examples, rows: Sequence[Tensor], seed: int) -> Models:
-        """Train, with everything that is random drawn from the seed."""
-        ...
-
-
 @dataclass(frozen=True)
-class StackedModels:
-    """Models of one form: a template, and their weights stacked along a first dimension."""
-
-    template: nn.Module
-    params: Params
-    buffers: Params
-
-    def __len__(self) -> int:
-        return len(next(iter(self.params.values())))
-
-    def outputs(self, inputs: Tensor) -> Tensor:
-        """Scores per class, in microbatches of bounded size."""
-        device = next(iter(self.params.values())).device
-
-        def one(params: Params, buffers: Params, rows: Tensor) -> Tensor:
-            result: Tensor = functional_call(self.template, (params, buffers), (rows,))
-            return result
-
-        with torch.no_grad():
-            parts = [
-                vmap(one, in_dims=(0, 0, None))(self.params, self.buffers, part.to(device))
-                for part in torch.split(inputs, ROWS_AT_ONCE)
-            ]
-        return torch.cat(parts, dim=1)
-
-    def module(self, index: int) -> nn.Module:
-        module = copy.deepcopy(self.template)
-        weights = {**self.params, **self.buffers}
-        module.load_state_dict({name: value[index] for name, value in weights.items()})
-        return module
-
-
-@dataclass(frozen=True)
-class SeparateModels:
-    """Modules that were trained one by one."""
+class Models:
+    """One or more trained models of the same form, in evaluation mode."""
 
     modules: Sequence[nn.Module]
 
-    def __len__(self) -> int:
-        return len(self.modules)
-
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Scores per class, in microbatches of bounded size."""
+        """Scores per class, of shape (models, records, classes), in microbatches."""
         with torch.no_grad():
-            return torch.stack(
-                [
-                    torch.cat(
-                        [
-                            module(part.to(_device(module)))
-                            for part in torch.split(inputs, ROWS_AT_ONCE)
-                        ]
-                    )
-                    for module in self.modules
-                ]
-            )
+            return torch.stack([torch.cat(self._parts(module, inputs)) for module in self.modules])
 
-    def module(self, index: int) -> nn.Module:
-        return self.modules[index]
+    @staticmethod
+    def _parts(module: nn.Module, inputs: Tensor) -> list[Tensor]:
+        device = next(module.parameters()).device
+        return [module(part.to(device)) for part in torch.split(inputs, ROWS_AT_ONCE)]
 
 
-def _device(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
-
-
+# Trains one model on each of several sets of rows of a pool, all equally many, with everything that
+# is random drawn from the seed.
+Trainer = Callable[[Examples, Sequence[Tensor], int], Models]
 Make = Callable[[], nn.Module]
 _CPU = torch.device("cpu")
 
@@ -188,7 +119,7 @@ class ManyModels:
     at_once: int = 8
     capture: bool = True
 
-    def __call__(self, pool: Examples, rows: Sequence[Tensor], seed: int) -> StackedModels:
+    def __call__(self, pool: Examples, rows: Sequence[Tensor], seed: int) -> Models:
         """Train one model per set of rows. Each epoch leaves out what does not fill a batch."""
         if not rows or len({len(part) for part in rows}) != 1:
             raise InvalidInputError(
@@ -205,15 +136,11 @@ class ManyModels:
                 self._group(make, pool, torch.stack(list(part)), seed, index * self.at_once)
                 for index, part in enumerate(together)
             ]
-        params, buffers = (
-            {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-            for parts in ([g.params for g in groups], [g.buffers for g in groups])
-        )
-        return StackedModels(groups[0].template, params, buffers)
+        return Models([module for group in groups for module in group])
 
     def _group(
         self, make: Make, pool: Examples, rows: Tensor, seed: int, first: int
-    ) -> StackedModels:
+    ) -> list[nn.Module]:
         modules = [_initial(make, seed, first + index) for index in range(len(rows))]
         params, buffers = stack_module_state(modules)
         params = {name: value.detach().to(self.device) for name, value in params.items()}
@@ -223,7 +150,9 @@ class ManyModels:
         size = min(self.recipe.batch_size, rows.shape[1])
         slot = rows[:, :size].clone()
         take_step = _Step(template, self.loss, self.recipe, pool, params, buffers, slot)
-        run = take_step.captured() if self._may_capture() else take_step
+        run: Callable[[], None] = take_step
+        if self.capture and self.device.type == "cuda":
+            run = take_step.captured()
         generator = torch.Generator(self.device).manual_seed(hash((seed, first)) % 2**63)
         for epoch in range(self.recipe.epochs):
             advance(epoch, self.recipe.epochs)
@@ -232,10 +161,11 @@ class ManyModels:
             for start in range(0, rows.shape[1] - size + 1, size):
                 slot.copy_(order[:, start : start + size])
                 run()
-        return StackedModels(template, params, buffers)
-
-    def _may_capture(self) -> bool:
-        return self.capture and self.device.type == "cuda"
+        weights = {**params, **buffers}
+        trained = [copy.deepcopy(template) for _ in modules]
+        for index, module in enumerate(trained):
+            module.load_state_dict({name: value[index] for name, value in weights.items()})
+        return trained
 
 
 def _initial(make: Make, seed: int, index: int) -> nn.Module:
@@ -402,16 +332,6 @@ def attacked_pool(task: Task, most: int | None = None) -> Examples:
     return pool.select(order[:most]) if most < len(pool) else pool
 
 
-@lru_cache(maxsize=1)
-def pool_on(device: torch.device, task: str, features: str | None) -> Examples:
-    """All records of a task on a device, with features or without, for the next target as well."""
-    pool = attacked_pool(task_named(task)).to(device)
-    if features is None:
-        return pool
-    found = compute(features_named(features), pool.inputs, device=device, cached=False)
-    return Examples(found, pool.targets)
-
-
 def plain_features(task: Task) -> str:
     """The name of the task's inputs as they are."""
     for features in (PIXELS, TOKENS, VECTORS):
@@ -464,7 +384,7 @@ class PrivateTarget:
     featured: bool = False
     persons: Tensor | None = None
 
-    def __call__(self, pool: Examples, rows: Sequence[Tensor], seed: int) -> SeparateModels:
+    def __call__(self, pool: Examples, rows: Sequence[Tensor], seed: int) -> Models:
         """Train on each set of rows. Without `featured` the models take raw inputs."""
         sessions = []
         for index, part in enumerate(rows):
@@ -481,4 +401,4 @@ class PrivateTarget:
             if not isinstance(outcome, Run):
                 raise outcome
             models.append(outcome.model.to(self.device).eval())
-        return SeparateModels(models)
+        return Models(models)

@@ -21,9 +21,9 @@ from dpsur.attacks.suite import (
     on_persons,
 )
 from dpsur.attacks.targets import (
+    Models,
     PrivateTarget,
     Recipe,
-    SeparateModels,
     Trainer,
     as_seen_by,
     attacked_pool,
@@ -247,7 +247,7 @@ def _release(options: argparse.Namespace, names: list[str], device: torch.device
     model = model.to(device).eval()
     for part in (members, others):
         check_fits(model, part, task.loss, task.name)
-    target = SeparateModels([model])
+    target = Models([model])
     scores = attack_answers(target, members, others, names, options.seed)
     if task.persons is not None:
         scores = on_persons(scores, train_of[chosen], test_of[rest_of], options.seed)

@@ -37,6 +37,7 @@ from dpsur.reports.contents import Notes, ReportContents, TestResult
 from dpsur.runs.evaluation import objection, shown_scores
 from dpsur.runs.files import write_atomically
 from dpsur.runs.plots import Curve, guess_bound
+from dpsur.tasks.schema import Schema, in_words
 
 # Epsilons on the scale, and the ends of the scale.
 MARKS = (0.1, 0.3, 1.0, 3.0, 10.0)
@@ -51,11 +52,6 @@ def epsilon_text(epsilon: float) -> str:
     unit = 10.0 ** (math.floor(math.log10(epsilon)) - 2)
     rounded = math.ceil(epsilon / unit - 1e-9) * unit
     return f"{rounded:.{max(0, -math.floor(math.log10(unit) + 1e-9))}f}"
-
-
-def right_guesses(epsilon: float) -> float:
-    """How often the best guess about one record is right, at even odds, for epsilon alone."""
-    return 1 / (1 + math.exp(-epsilon))
 
 
 def officer_section(notes: Notes, statement: Mapping[str, Any]) -> str:
@@ -82,11 +78,10 @@ def officer_section(notes: Notes, statement: Mapping[str, Any]) -> str:
             or f"{not_said}; if there are any, the epsilons and deltas of all of them add up",
         ),
     ]
-    body = "".join(f"<tr><th>{_escaped(a)}</th><td>{_escaped(b)}</td></tr>" for a, b in rows)
     epsilon = statement["guarantee"]["epsilon"]
     scale = "" if epsilon is None or math.isinf(epsilon) else _scale(epsilon)
     return (
-        f'<section><h2>For the record</h2><div class="scroll"><table>{body}</table></div>{scale}'
+        f'<section><h2>For the record</h2><div class="scroll">{_table(rows)}</div>{scale}'
         '<p class="sign">Reviewed by: <span></span> Date: <span></span></p></section>'
     )
 
@@ -104,13 +99,14 @@ def _scale(epsilon: float) -> str:
         f'y1="{baseline}" y2="{baseline}"/>'
     ]
     for mark in MARKS:
-        at = place(mark)
+        at, right = place(mark), 1 / (1 + math.exp(-mark))
+        share = f"{right:.0%}" if right < 0.99 else f"{math.floor(right * 1000) / 10:g}%"
         parts.append(
             f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{baseline - 5}" '
             f'y2="{baseline + 5}"/>'
             f'<text x="{at:.1f}" y="{baseline + 21}" text-anchor="middle">{mark:g}</text>'
             f'<text x="{at:.1f}" y="{baseline + 38}" text-anchor="middle">'
-            f"{_percent(right_guesses(mark))}</text>"
+            f"{share}</text>"
         )
     here = place(epsilon)
     anchor = "middle" if 60 < here < SCALE_WIDTH - 60 else ("start" if here <= 60 else "end")
@@ -132,42 +128,23 @@ def _scale(epsilon: float) -> str:
     )
 
 
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share < 0.99 else f"{math.floor(share * 1000) / 10:g}%"
-
-
 def declared_rows(public: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What the user declared to be public, in words."""
     rows = []
     for name, value in public.items():
         title = f"{name.replace('_', ' ').capitalize()} (declared public)"
         if name == "schema":
-            for part in ("columns", "target"):
-                shown = "; ".join(f"{key}: {_column(one)}" for key, one in value[part].items())
-                rows.append((f"{part.capitalize()} (declared public)", shown))
+            schema = Schema.from_json(value)
+            for part, columns in (("Columns", schema.columns), ("Target", schema.target)):
+                shown = "; ".join(f"{key}: {in_words(one)}" for key, one in columns.items())
+                rows.append((f"{part} (declared public)", shown))
         elif name == "inputs":
             size = value.get("shape") or [value.get("dimension")]
             rows.append((title, f"{value['kind']} of {' x '.join(map(str, size))} numbers"))
         else:
-            rows.append((title, ", ".join(map(str, value)) if _listed(value) else str(value)))
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            rows.append((title, shown))
     return rows
-
-
-def _listed(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _column(column: Mapping[str, Any]) -> str:
-    if "values" in column:
-        shown = [str(one) for one in column["values"][:6]]
-        return "one of " + ", ".join(shown) + (", ..." if len(column["values"]) > 6 else "")
-    if "low" in column:
-        return f"{column['low']:g} to {column['high']:g}"
-    return str(column.get("kind"))
-
-
-def _escaped(value: object) -> str:
-    return html.escape(str(value))
 
 
 WIDTH, HEIGHT = 560, 300
@@ -370,25 +347,16 @@ def _charts(contents: ReportContents) -> Iterable[str]:
 def chart_section(
     title: str,
     curve: Curve,
-    x: str,
-    y: str,
+    x_label: str,
+    y_label: str,
     note: str,
     *,
     zero: bool = False,
     percent: bool = False,
     diagonal: bool = False,
 ) -> str:
-    """A section with a line chart."""
-    drawn = _chart(curve, x, y, zero=zero or diagonal, percent=percent, diagonal=diagonal)
-    return (
-        f'<section><h2>{_text(title)}</h2>{drawn}<p class="small soft">{_text(note)}</p></section>'
-    )
-
-
-def _chart(
-    curve: Curve, x_label: str, y_label: str, *, zero: bool, percent: bool, diagonal: bool
-) -> str:
-    """A line chart as SVG, in the colours of the page."""
+    """A section with a line chart as SVG, in the colours of the page."""
+    zero = zero or diagonal
     xs, ys = list(curve.x), list(curve.y)
     x_ticks = _ticks(0.0 if zero else min(xs), max(xs))
     y_ticks = _ticks(0.0 if zero else min(ys), max(ys))
@@ -436,9 +404,9 @@ def _chart(
     )
     described = f"{y_label} against {x_label}, from {_number(ys[0])} to {_number(ys[-1])}"
     return (
+        f"<section><h2>{_text(title)}</h2>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(described)}">'
-        + "".join(parts)
-        + "</svg>"
+        f'{"".join(parts)}</svg><p class="small soft">{_text(note)}</p></section>'
     )
 
 

@@ -381,7 +381,7 @@ class Schema:
     def _repr_html_(self) -> str:
         every = [(name, column, "") for name, column in self.columns.items()]
         every += [(name, column, "target: ") for name, column in self.target.items()]
-        rows = [(name, f"{role}{_in_words(column)}") for name, column, role in every]
+        rows = [(name, f"{role}{in_words(column)}") for name, column, role in every]
         return html_table(f"Schema of {len(self.columns)} columns", rows)
 
     # --- what follows from it ---------------------------------------------------------------------
@@ -661,7 +661,8 @@ def _column(name: str, stored: Any) -> Column | None:
         raise InvalidInputError(f"column {name!r}: {error}") from None
 
 
-def _in_words(column: Column) -> str:
+def in_words(column: Column) -> str:
+    """What is declared about a column."""
     if isinstance(column, Number):
         return f"number from {column.low:g} to {column.high:g}"
     if isinstance(column, Category):
