@@ -23,7 +23,6 @@ from dpsur.methods.base import (
     AVERAGE_HELP,
     Method,
     check_batch_size,
-    make_average,
 )
 from dpsur.options import GATES, OPTIMIZER, UPDATES, option
 from dpsur.per_example.evaluation import record_losses
@@ -151,7 +150,7 @@ class Dpagd(Method):
         checks.fraction_below_one("momentum", self.momentum)
         checks.one_of("range_schedule", self.range_schedule, (ADAPTIVE, *SHAPES))
         checks.sample_rate("range_end", self.range_end)
-        make_average(self.average_decay)
+        self._average()
         checks.at_least_one_each(self, "step_sizes", "batch_size", "val_batch_size", "updates")
         if self.step_sizes < 2:
             raise InvalidInputError(
@@ -199,7 +198,10 @@ class Dpagd(Method):
             end=self.range_end,
             momentum=self.momentum,
         )
-        return AdaptiveSteps(lengths, Sampler(problem), plan, make_average(self.average_decay))
+        return AdaptiveSteps(lengths, Sampler(problem), plan, self._average())
+
+    def _average(self) -> WeightAverage | None:
+        return None if self.average_decay is None else WeightAverage(self.average_decay)
 
     def _with_defaults(self, dataset_size: int) -> Self:
         chosen = self.batch_size or min(power_of_two_near(8 * dataset_size**0.5), dataset_size)

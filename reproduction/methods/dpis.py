@@ -18,7 +18,7 @@ from dpsur.mechanism.proposer import GradientProposer, GradientSource, Sampler
 from dpsur.mechanism.state import Candidate, Procedure, State
 from dpsur.mechanism.streams import COINS, NOISE, STEERING, Draws
 from dpsur.mechanism.trial import Selective
-from dpsur.methods.gradient_method import BLOCK_GATE, NO_GATE, GradientMethod, block_procedure
+from dpsur.methods.gradient_method import BLOCK_GATE, NO_GATE, GradientMethod
 from dpsur.options import option
 from dpsur.per_example import ClippedSum, clipped_norms
 from dpsur.privacy.accountants.proven import event_divergence
@@ -221,15 +221,9 @@ class Dpis(GradientMethod):
             self._updates_by_rate(plan, norms),
         )
         source = ImportanceGradient(Sampler(problem), steering)
-        steps = GradientProposer(
-            problem,
-            source,
-            self.make_optimizer(),
-            self.make_schedule(plan.length),
-            self.make_average(),
-        )
+        steps = self.proposer(problem, source, plan.length)
         if plan.tests:
-            return block_procedure(self, plan, steps)
+            return self.block_procedure(plan, steps)
         return Selective(
             ImportanceProposer(steps, source), self.make_gate(problem, plan), plan.setup
         )

@@ -14,7 +14,16 @@ from torch import nn
 from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
-from dpsur.mechanism.proposer import SHAPES, Adam, Optimizer, Schedule, Sgd, WeightAverage
+from dpsur.mechanism.proposer import (
+    SHAPES,
+    Adam,
+    GradientProposer,
+    GradientSource,
+    Optimizer,
+    Schedule,
+    Sgd,
+    WeightAverage,
+)
 from dpsur.mechanism.state import Procedure
 from dpsur.options import OPTIMIZER, UPDATES, option
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
@@ -77,11 +86,6 @@ USUAL_RATE = 4.0
 # A learning rate that follows from the noise, for linear models (`linear_head_rate`).
 LINEAR_HEAD = "linear-head"
 AVERAGE_HELP = "release an exponential average of the weights with this decay instead of the last"
-
-
-def make_average(decay: float | None) -> WeightAverage | None:
-    """The average that is released in place of the last weights, if any."""
-    return None if decay is None else WeightAverage(decay)
 
 
 @dataclass(frozen=True, repr=False)
@@ -157,7 +161,17 @@ class OptimizerMethod(Method):
 
     def make_average(self) -> WeightAverage | None:
         """The average that is released in place of the last weights, if any."""
-        return make_average(self.average_decay)
+        return None if self.average_decay is None else WeightAverage(self.average_decay)
+
+    def proposer(self, problem: Problem, source: GradientSource, length: int) -> GradientProposer:
+        """Steps along gradients from this source, over a run of this length."""
+        return GradientProposer(
+            problem,
+            source,
+            self.make_optimizer(),
+            self.make_schedule(length),
+            self.make_average(),
+        )
 
 
 def check_batch_size(name: str, value: int, dataset_size: int) -> None:

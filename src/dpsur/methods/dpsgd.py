@@ -19,7 +19,7 @@ from dpsur.functional.problem import Problem, call_on, example_losses, mode
 from dpsur.functional.tree import Params
 from dpsur.mechanism import gates
 from dpsur.mechanism.gaussian import Batch
-from dpsur.mechanism.proposer import GradientProposer, GradientSource, Sampler
+from dpsur.mechanism.proposer import GradientSource, Sampler
 from dpsur.mechanism.state import Procedure, State
 from dpsur.mechanism.streams import Draws
 from dpsur.mechanism.trial import AlwaysAccept, Selective
@@ -152,14 +152,7 @@ class Nonprivate(OptimizerMethod):
         """Steps along the plain gradient, every one of them kept."""
         assert self.batch_size is not None
         source = PlainGradient(Sampler(problem), self.batch_size / len(problem.train))
-        proposer = GradientProposer(
-            problem,
-            source,
-            self.make_optimizer(),
-            self.make_schedule(plan.length),
-            self.make_average(),
-        )
-        return Selective(proposer, AlwaysAccept(), plan.setup)
+        return Selective(self.proposer(problem, source, plan.length), AlwaysAccept(), plan.setup)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ How runs in blocks are settled: the gate block, and updates with paid metrics.
 
 import math
 from dataclasses import InitVar, dataclass, fields, replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from dpsur import checks
 from dpsur.errors import BudgetError, InvalidInputError
@@ -67,196 +67,8 @@ from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import TESTS_COST, Request, cheapest_test, make_plan, plan_blocks
 from dpsur.privacy.search import largest_ratio, least_noise
 
-M = TypeVar("M", bound="GradientMethod")
 NO_GATE, BLOCK_GATE = "none", "block"
 MEDIAN, GIVEN = "median", "given"
-
-
-def check_metrics(method: "GradientMethod") -> None:
-    """Refuse metrics that are not paid for, or that a gate does not make."""
-    gate = method._implied_gate()
-    if method.test_error is not None:
-        checks.positive("test_error", method.test_error)
-        if gate != BLOCK_GATE or method.val_noise_multiplier is not None:
-            raise InvalidInputError(
-                f"test_error {method.test_error:g} sets the noise of tests of the gate block; "
-                "choose that gate, and leave val_noise_multiplier out"
-            )
-    if method.patience is not None and (method.metrics_budget is None or gate != NO_GATE):
-        raise InvalidInputError(
-            f"patience {method.patience} watches the Brier score that metrics_budget pays for, "
-            "without a gate; give metrics_budget, or leave patience out"
-        )
-    if method.metrics_budget is None:
-        if method.metrics_noise_multiplier is not None:
-            raise InvalidInputError(
-                f"metrics_noise_multiplier {method.metrics_noise_multiplier:g} has no meaning "
-                "without metrics_budget; give one, such as 0.01, or leave it out"
-            )
-        return
-    checks.positive("metrics_budget", method.metrics_budget)
-    if gate not in (NO_GATE, BLOCK_GATE):
-        raise InvalidInputError(
-            f"metrics_budget {method.metrics_budget:g} needs the gate none or block; the gate "
-            f"{gate or 'of ' + method.name} makes no tests that could pay for metrics"
-        )
-    if method.metrics_noise_multiplier is not None:
-        checks.positive("metrics_noise_multiplier", method.metrics_noise_multiplier)
-        if gate == BLOCK_GATE:
-            raise InvalidInputError(
-                f"metrics_noise_multiplier {method.metrics_noise_multiplier:g} is for the gate "
-                "none; with the gate block give val_noise_multiplier"
-            )
-
-
-def check_block_gate(method: "GradientMethod") -> None:
-    """Refuse what has no meaning where every update is charged and blocks are tested."""
-    if method.trials is not None:
-        raise InvalidInputError(
-            f"trials {method.trials} has no meaning with the gate block, which charges every "
-            "update; give updates instead"
-        )
-    if method.on_reject != RESTORE:
-        raise InvalidInputError(
-            f"on_reject {method.on_reject} has no meaning with the gate block, which restores "
-            "whole blocks; leave it out"
-        )
-
-
-def starts_of(method: "GradientMethod") -> tuple[float, ...]:
-    """Where the search starts: by rule, and at a learning rate that was given."""
-    rate = method.learning_rate
-    assert not isinstance(rate, str)
-    return search_starts(
-        scale_free=method.optimizer == "adam",
-        momentum=method.momentum,
-        learning_rate=rate,
-        max_grad_norm=method.max_grad_norm,
-    )
-
-
-def resolve_blocks(
-    method: M,
-    dataset_size: int,
-    budget: Budget,
-    accounting: str,
-    setup: tuple[Event, ...],
-    menu: Menu | None = None,
-    steering: SampledGaussian | None = None,
-) -> tuple[M, Plan]:
-    """Fix blocks, tests and noise: everything but what released values may decide."""
-    check_covers_steering(accounting)
-    if method.test_error is not None:
-        tested = _with_tests(method, dataset_size, method.test_error)
-        return resolve_blocks(tested, dataset_size, budget, accounting, setup, menu, steering)
-    if method.learning_rate == LINEAR_HEAD:  # the search takes the place of the rule
-        method = replace(method, learning_rate=None)
-    settled = method._with_batches(dataset_size)
-    assert settled.batch_size is not None
-    updates = method.updates or settled._default_count(dataset_size)
-    clip_by_median = method.clip_norm != GIVEN
-    sizes = search_blocks(
-        updates,
-        len(starts_of(method)),
-        clip_by_median=clip_by_median,
-        blocks=method.blocks,
-        block_updates=method.block_updates,
-    )
-    searched = sizes[2 if clip_by_median else 1 : -1]
-    sample_rate = settled.batch_size / dataset_size
-    settled = replace(settled, updates=updates, blocks=len(searched), block_updates=searched[0])
-    plan = plan_blocks(
-        budget,
-        accounting,
-        sizes,
-        sample_rate=sample_rate,
-        test_rate=None if method.val_batch_size is None else method.val_batch_size / dataset_size,
-        noise_multiplier=method.noise_multiplier,
-        test_noise=method.val_noise_multiplier,
-        setup=setup,
-        menu=menu,
-        steering=steering,
-        tests_cost=TESTS_COST + (method.metrics_budget or 0.0),
-    )
-    settled = replace(
-        settled,
-        noise_multiplier=plan.update.noise_multiplier,
-        val_noise_multiplier=plan.test.noise_multiplier,
-        clip_norm=method.clip_norm or MEDIAN,
-    )
-    return settled, plan
-
-
-def _with_tests(method: M, dataset_size: int, error: float) -> M:
-    """The noise of tests for a standard error, and their size unless it was given."""
-    if method.val_batch_size is None:
-        rate, noise = cheapest_test(dataset_size, error)
-        if rate == 1:
-            return replace(method, test_error=None, val_noise_multiplier=noise)
-        size: int = math.ceil(rate * dataset_size)
-    else:
-        check_batch_size("val_batch_size", method.val_batch_size, dataset_size)
-        size = method.val_batch_size
-    left = error**2 - (1 - size / dataset_size) / size
-    if left <= 0:
-        raise InvalidInputError(
-            f"{size} records cannot give a standard error of {error:g}, whatever the noise; "
-            "raise test_error or val_batch_size"
-        )
-    noise = size * math.sqrt(left)
-    return replace(method, test_error=None, val_batch_size=size, val_noise_multiplier=noise)
-
-
-def resolve_measured(
-    method: M, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
-) -> tuple[M, Plan]:
-    """Fix updates in equal blocks, after each of which loss and accuracy are measured."""
-    check_covers_steering(accounting)
-    settled = method._with_batches(dataset_size)
-    assert settled.batch_size is not None
-    assert method.metrics_budget is not None
-    updates = method.updates or settled._default_count(dataset_size)
-    plan = plan_blocks(
-        budget,
-        accounting,
-        measured_blocks(updates),
-        sample_rate=settled.batch_size / dataset_size,
-        noise_multiplier=method.noise_multiplier,
-        test_noise=method.metrics_noise_multiplier,
-        setup=setup,
-        searches=False,
-        tests_cost=method.metrics_budget,
-    )
-    plan = replace(plan, may_stop=method.patience is not None)
-    noise = plan.update.noise_multiplier
-    settled = replace(
-        settled,
-        noise_multiplier=noise,
-        metrics_noise_multiplier=plan.test.noise_multiplier,
-        updates=updates,
-    )
-    return settled, plan
-
-
-def block_procedure(method: "GradientMethod", plan: Plan, updates: GradientProposer) -> Procedure:
-    """The search for a learning rate with these updates, or updates whose blocks are measured."""
-    tests = RecordTests(Sampler(updates.problem), plan.test)
-    if method.metrics_budget is not None and tests.classes < 2:
-        raise InvalidInputError(
-            f"metrics_budget {method.metrics_budget:g} pays for the accuracy and the loss of a "
-            "classifier, and these targets are not class indices; leave it out"
-        )
-    if not plan.searches:
-        return MeasuredTraining(plan, updates, tests, method.patience)
-    rule = RateRule(
-        method.max_grad_norm,
-        starts_of(method),
-        schedule=method.schedule,
-        clip_by_median=method.clip_norm != GIVEN,
-        scale_free=method.optimizer == "adam",
-        momentum=method.momentum if method.optimizer == "sgd" else 0.0,
-    )
-    return RateSearchTraining(plan, updates, tests, rule)
 
 
 DEFAULT_EPOCHS = 20
@@ -287,10 +99,6 @@ def linear_head_rate(
     batch size, clip norm and number of updates.
     """
     return RATE_FACTOR * batch_size / (noise_multiplier * max_grad_norm * math.sqrt(updates))
-
-
-def _example_test(gate: str) -> Test:
-    return CoinTest(1.0, 1.0) if gate == "coin" else LossTest(1.0, 1.0, 0.0)
 
 
 @dataclass(frozen=True, repr=False)
@@ -435,7 +243,7 @@ class GradientMethod(OptimizerMethod):
         self._take_settings(metrics)
         super().__post_init__()
         checks.positive("max_grad_norm", self.max_grad_norm)
-        check_metrics(self)
+        self._check_metrics()
         if self.clip_norm is not None:
             checks.one_of("clip_norm", self.clip_norm, (MEDIAN, GIVEN))
         checks.positive_each(self, "noise_multiplier", "val_noise_multiplier", "loss_clip")
@@ -452,7 +260,7 @@ class GradientMethod(OptimizerMethod):
             "patience",
         )
         if self._implied_gate() == BLOCK_GATE:
-            check_block_gate(self)
+            self._check_block_gate()
         for name in ("val_batch_size", "trials"):
             if self.gate == NO_GATE and getattr(self, name) is not None:
                 raise InvalidInputError(
@@ -463,6 +271,55 @@ class GradientMethod(OptimizerMethod):
             raise InvalidInputError(
                 f"on_reject {self.on_reject} has no meaning where nothing is rejected; leave it "
                 "out, or choose a gate"
+            )
+
+    def _check_metrics(self) -> None:
+        """Refuse metrics that are not paid for, or that a gate does not make."""
+        gate = self._implied_gate()
+        if self.test_error is not None:
+            checks.positive("test_error", self.test_error)
+            if gate != BLOCK_GATE or self.val_noise_multiplier is not None:
+                raise InvalidInputError(
+                    f"test_error {self.test_error:g} sets the noise of tests of the gate block; "
+                    "choose that gate, and leave val_noise_multiplier out"
+                )
+        if self.patience is not None and (self.metrics_budget is None or gate != NO_GATE):
+            raise InvalidInputError(
+                f"patience {self.patience} watches the Brier score that metrics_budget pays for, "
+                "without a gate; give metrics_budget, or leave patience out"
+            )
+        if self.metrics_budget is None:
+            if self.metrics_noise_multiplier is not None:
+                raise InvalidInputError(
+                    f"metrics_noise_multiplier {self.metrics_noise_multiplier:g} has no meaning "
+                    "without metrics_budget; give one, such as 0.01, or leave it out"
+                )
+            return
+        checks.positive("metrics_budget", self.metrics_budget)
+        if gate not in (NO_GATE, BLOCK_GATE):
+            raise InvalidInputError(
+                f"metrics_budget {self.metrics_budget:g} needs the gate none or block; the gate "
+                f"{gate or 'of ' + self.name} makes no tests that could pay for metrics"
+            )
+        if self.metrics_noise_multiplier is not None:
+            checks.positive("metrics_noise_multiplier", self.metrics_noise_multiplier)
+            if gate == BLOCK_GATE:
+                raise InvalidInputError(
+                    f"metrics_noise_multiplier {self.metrics_noise_multiplier:g} is for the gate "
+                    "none; with the gate block give val_noise_multiplier"
+                )
+
+    def _check_block_gate(self) -> None:
+        """Refuse what has no meaning where every update is charged and blocks are tested."""
+        if self.trials is not None:
+            raise InvalidInputError(
+                f"trials {self.trials} has no meaning with the gate block, which charges every "
+                "update; give updates instead"
+            )
+        if self.on_reject != RESTORE:
+            raise InvalidInputError(
+                f"on_reject {self.on_reject} has no meaning with the gate block, which restores "
+                "whole blocks; leave it out"
             )
 
     def _take_settings(self, metrics: Metrics | None) -> None:
@@ -495,21 +352,14 @@ class GradientMethod(OptimizerMethod):
                 dataset_size, budget, accounting, setup
             )
         if self.metrics_budget is not None:
-            settled, plan = resolve_measured(self, dataset_size, budget, accounting, setup)
-            return settled._with_rate(plan.length), plan
+            return self._resolve_measured(dataset_size, budget, accounting, setup)
         return self._settle_repeated(dataset_size, budget, accounting, setup)
 
     def build(self, problem: Problem, plan: Plan) -> Procedure:
         """A gradient proposer behind the gate that was settled."""
-        proposer = GradientProposer(
-            problem,
-            self.gradient_source(problem, plan),
-            self.make_optimizer(),
-            self.make_schedule(plan.length),
-            self.make_average(),
-        )
+        proposer = self.proposer(problem, self.gradient_source(problem, plan), plan.length)
         if plan.tests:
-            return block_procedure(self, plan, proposer)
+            return self.block_procedure(plan, proposer)
         gate = self.make_gate(problem, plan)
         if gate.rejects and gate.test is None and plan.updates is not None:
             raise InvalidInputError(
@@ -538,11 +388,45 @@ class GradientMethod(OptimizerMethod):
     ) -> tuple[Self, Plan]:
         """Settle a run that repeats one kind of trial."""
         settled = self._with_batches(dataset_size)
+        count = self.updates
         if self.gate != NO_GATE:
             settled = settled._with_gate(dataset_size, budget, accounting_named(accounting))
-        request = settled._request(dataset_size, accounting, setup)
+            charged = accounting_named(accounting).charges
+            fixed, random = ("trials", "updates") if charged == "trials" else ("updates", "trials")
+            if getattr(self, random) is not None:
+                raise InvalidInputError(
+                    f"{random} {getattr(self, random)} cannot be fixed under the {accounting} "
+                    f"accounting, where the number of accepted updates is random given the trials; "
+                    f"give {fixed} instead"
+                )
+            count = getattr(self, fixed)
+        request = Request(
+            trial_with=lambda noise: settled._trial(dataset_size, noise),
+            noise_multiplier=self.noise_multiplier,
+            count=count,
+            default_count=settled._default_count(dataset_size),
+            setup=setup,
+            on_reject=self.on_reject,
+        )
         plan = make_plan(request, budget, accounting)
-        return settled._with_plan(plan), plan
+        assert isinstance(plan.typical.update, SampledGaussian)
+        settled = replace(settled, noise_multiplier=plan.typical.update.noise_multiplier)
+        settled = settled._with_rate(plan.length)
+        if self.gate == NO_GATE:
+            return replace(settled, updates=plan.length), plan
+        trials = plan.trials if plan.updates is None else None
+        return replace(settled, updates=plan.updates, trials=trials), plan
+
+    def _starts(self) -> tuple[float, ...]:
+        """Where the search starts: by rule, and at a learning rate that was given."""
+        rate = self.learning_rate
+        assert not isinstance(rate, str)
+        return search_starts(
+            scale_free=self.optimizer == "adam",
+            momentum=self.momentum,
+            learning_rate=rate,
+            max_grad_norm=self.max_grad_norm,
+        )
 
     def _with_batches(self, dataset_size: int) -> Self:
         """Sizes of batches: given ones are checked, others follow from the size of the data."""
@@ -590,7 +474,115 @@ class GradientMethod(OptimizerMethod):
         steering: SampledGaussian | None = None,
     ) -> tuple[Self, Plan]:
         """Fix blocks, tests and noise: everything but what released values may decide."""
-        return resolve_blocks(self, dataset_size, budget, accounting, setup, menu, steering)
+        check_covers_steering(accounting)
+        settled = self
+        if self.test_error is not None:
+            settled = self._with_tests(dataset_size, self.test_error)
+        if settled.learning_rate == LINEAR_HEAD:  # the search takes the place of the rule
+            settled = replace(settled, learning_rate=None)
+        settled = settled._with_batches(dataset_size)
+        assert settled.batch_size is not None
+        updates = settled.updates or settled._default_count(dataset_size)
+        clip_by_median = settled.clip_norm != GIVEN
+        sizes = search_blocks(
+            updates,
+            len(settled._starts()),
+            clip_by_median=clip_by_median,
+            blocks=settled.blocks,
+            block_updates=settled.block_updates,
+        )
+        searched = sizes[2 if clip_by_median else 1 : -1]
+        sample_rate, tested = settled.batch_size / dataset_size, settled.val_batch_size
+        settled = replace(settled, updates=updates, blocks=len(searched), block_updates=searched[0])
+        plan = plan_blocks(
+            budget,
+            accounting,
+            sizes,
+            sample_rate=sample_rate,
+            test_rate=None if tested is None else tested / dataset_size,
+            noise_multiplier=settled.noise_multiplier,
+            test_noise=settled.val_noise_multiplier,
+            setup=setup,
+            menu=menu,
+            steering=steering,
+            tests_cost=TESTS_COST + (settled.metrics_budget or 0.0),
+        )
+        settled = replace(
+            settled,
+            noise_multiplier=plan.update.noise_multiplier,
+            val_noise_multiplier=plan.test.noise_multiplier,
+            clip_norm=settled.clip_norm or MEDIAN,
+        )
+        return settled, plan
+
+    def _with_tests(self, dataset_size: int, error: float) -> Self:
+        """The noise of tests for a standard error, and their size unless it was given."""
+        if self.val_batch_size is None:
+            rate, noise = cheapest_test(dataset_size, error)
+            if rate == 1:
+                return replace(self, test_error=None, val_noise_multiplier=noise)
+            size: int = math.ceil(rate * dataset_size)
+        else:
+            check_batch_size("val_batch_size", self.val_batch_size, dataset_size)
+            size = self.val_batch_size
+        left = error**2 - (1 - size / dataset_size) / size
+        if left <= 0:
+            raise InvalidInputError(
+                f"{size} records cannot give a standard error of {error:g}, whatever the noise; "
+                "raise test_error or val_batch_size"
+            )
+        noise = size * math.sqrt(left)
+        return replace(self, test_error=None, val_batch_size=size, val_noise_multiplier=noise)
+
+    def _resolve_measured(
+        self, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
+    ) -> tuple[Self, Plan]:
+        """Fix updates in equal blocks, after each of which loss and accuracy are measured."""
+        check_covers_steering(accounting)
+        settled = self._with_batches(dataset_size)
+        assert settled.batch_size is not None
+        assert self.metrics_budget is not None
+        updates = self.updates or settled._default_count(dataset_size)
+        plan = plan_blocks(
+            budget,
+            accounting,
+            measured_blocks(updates),
+            sample_rate=settled.batch_size / dataset_size,
+            noise_multiplier=self.noise_multiplier,
+            test_noise=self.metrics_noise_multiplier,
+            setup=setup,
+            searches=False,
+            tests_cost=self.metrics_budget,
+        )
+        plan = replace(plan, may_stop=self.patience is not None)
+        noise = plan.update.noise_multiplier
+        settled = replace(
+            settled,
+            noise_multiplier=noise,
+            metrics_noise_multiplier=plan.test.noise_multiplier,
+            updates=updates,
+        )
+        return settled._with_rate(plan.length), plan
+
+    def block_procedure(self, plan: Plan, updates: GradientProposer) -> Procedure:
+        """The search for a learning rate, or updates whose blocks are measured."""
+        tests = RecordTests(Sampler(updates.problem), plan.test)
+        if self.metrics_budget is not None and tests.classes < 2:
+            raise InvalidInputError(
+                f"metrics_budget {self.metrics_budget:g} pays for the accuracy and the loss of a "
+                "classifier, and these targets are not class indices; leave it out"
+            )
+        if not plan.searches:
+            return MeasuredTraining(plan, updates, tests, self.patience)
+        rule = RateRule(
+            self.max_grad_norm,
+            self._starts(),
+            schedule=self.schedule,
+            clip_by_median=self.clip_norm != GIVEN,
+            scale_free=self.optimizer == "adam",
+            momentum=self.momentum if self.optimizer == "sgd" else 0.0,
+        )
+        return RateSearchTraining(plan, updates, tests, rule)
 
     def _with_rate(self, updates: int) -> Self:
         """The learning rate as a number: the usual one if it is open, or by the rule named."""
@@ -606,7 +598,8 @@ class GradientMethod(OptimizerMethod):
     def _with_gate(self, dataset_size: int, budget: Budget, accounting: Accounting) -> Self:
         gate = self._implied_gate() or "loss"
         settled = replace(self, gate=gate)
-        accounting.check(Trial(NonPrivate(), _example_test(gate)), self.on_reject)
+        example = CoinTest(1.0, 1.0) if gate == "coin" else LossTest(1.0, 1.0, 0.0)
+        accounting.check(Trial(NonPrivate(), example), self.on_reject)
         if gate == "loss":
             usual = {"accept_threshold": USUAL_THRESHOLD, "loss_clip": USUAL_LOSS_CLIP}
             open_ones: Any = {n: v for n, v in usual.items() if getattr(self, n) is None}
@@ -663,28 +656,6 @@ class GradientMethod(OptimizerMethod):
             "epsilon, make fewer updates or use the method dpsgd, which makes no tests"
         )
 
-    def _request(self, dataset_size: int, accounting: str, setup: tuple[Event, ...]) -> Request:
-        """What is fixed and what is left to be chosen."""
-        count = self.updates
-        if self.gate != NO_GATE:
-            charged = accounting_named(accounting).charges
-            fixed, random = ("trials", "updates") if charged == "trials" else ("updates", "trials")
-            if getattr(self, random) is not None:
-                raise InvalidInputError(
-                    f"{random} {getattr(self, random)} cannot be fixed under the {accounting} "
-                    f"accounting, where the number of accepted updates is random given the trials; "
-                    f"give {fixed} instead"
-                )
-            count = getattr(self, fixed)
-        return Request(
-            trial_with=lambda noise: self._trial(dataset_size, noise),
-            noise_multiplier=self.noise_multiplier,
-            count=count,
-            default_count=self._default_count(dataset_size),
-            setup=setup,
-            on_reject=self.on_reject,
-        )
-
     def _default_count(self, dataset_size: int) -> int:
         assert self.batch_size is not None
         return max(1, round(DEFAULT_EPOCHS * dataset_size / self.batch_size))
@@ -704,14 +675,3 @@ class GradientMethod(OptimizerMethod):
         assert self.val_noise_multiplier is not None
         assert self.accept_threshold is not None
         return LossTest(rate, self.val_noise_multiplier, self.accept_threshold)
-
-    def _with_plan(self, plan: Plan) -> Self:
-        """The method with the noise and the counts of its plan."""
-        assert isinstance(plan.typical.update, SampledGaussian)
-        settled = replace(self, noise_multiplier=plan.typical.update.noise_multiplier)
-        settled = settled._with_rate(plan.length)
-        if self.gate == NO_GATE:
-            return replace(settled, updates=plan.length)
-        if plan.updates is None:
-            return replace(settled, updates=None, trials=plan.trials)
-        return replace(settled, updates=plan.updates, trials=None)
