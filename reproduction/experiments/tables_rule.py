@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import numpy as np
 
+from dpsur import presets as preset
 from dpsur.features import table as features
-from dpsur.presets import auto as preset
 from reproduction.artifacts import Artifact, Column, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row
 from reproduction.experiments import tables

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import dpsur
 from dpsur.errors import InvalidInputError
-from dpsur.presets import Preset
-from dpsur.presets.base import COLUMNS, TABLES
+from dpsur.presets import COLUMNS, TABLES, Preset
 from reproduction.presets import paper, tuned
 from reproduction.presets.settings import DATASET_SIZES, EPSILONS
 

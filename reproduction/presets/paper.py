@@ -11,7 +11,7 @@ from typing import Any
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import GROUP, NONE, PRIVATE
-from dpsur.presets.base import Preset
+from dpsur.presets import Preset
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import SampledGaussian, Trial
 from dpsur.privacy.search import most_repetitions

@@ -10,7 +10,7 @@ from typing import Any
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import GROUP, NONE, PRIVATE
-from dpsur.presets.base import Preset
+from dpsur.presets import Preset
 from reproduction.presets.settings import tuned_setting
 
 # By method, what the settings were chosen for: the test of `dpsur` is ours, the gate coin.

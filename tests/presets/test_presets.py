@@ -14,8 +14,7 @@ from dpsur.features import FEATURES, NORMALISATIONS
 from dpsur.methods import METHODS, Nonprivate
 from dpsur.methods.gradient_method import linear_head_rate
 from dpsur.networks import build_network
-from dpsur.presets import PRESETS, DataFacts, explain_auto, preset_named
-from dpsur.presets.base import TABLES
+from dpsur.presets import PRESETS, TABLES, DataFacts, explain_auto, preset_named
 from dpsur.privacy.accountants import pld, rdp
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, Menu, NoisyChoice, SampledGaussian, Trial
