@@ -39,7 +39,7 @@ from dpsur.privacy.conversion import NOT_HELD_OUT
 from dpsur.privacy.plan import NOT_HIDDEN, WAYS_TO_HIDE
 from dpsur.privacy.statement import PERSON, RECORD
 from dpsur.tasks import DEFAULT_TASK, TASKS, Declared, Task, task_named
-from dpsur.tasks.declared import NOTHING
+from dpsur.tasks.base import NOTHING
 
 DEFAULT_BUDGET = Budget(3.0, 1e-5)
 # Options of a test of every candidate, and the accountings that cover the gate block.

@@ -148,7 +148,7 @@ def test_a_new_label_does_not_change_the_shape_of_the_release(tmp_path, monkeypa
 
     def from_labels(path, given, stored):
         """As it was once: the largest label plus 1."""
-        train, *_ = npz._records(path)
+        train, *_ = npz._records([path])
         return max(2, int(train.targets.max()) + 1)
 
     monkeypatch.setattr(npz, "_declared", from_labels)

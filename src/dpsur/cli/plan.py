@@ -42,8 +42,7 @@ from dpsur.runs.planning import (
     with_records_needed,
 )
 from dpsur.status import status
-from dpsur.tasks.base import WORD_ROWS, Task
-from dpsur.tasks.declared import image_shape
+from dpsur.tasks.base import WORD_ROWS, Task, image_shape
 from dpsur.tasks.schema import Category, Number, Schema, Text
 
 DESCRIPTION = """\

@@ -43,8 +43,8 @@ from dpsur.runs.schema_learning import learn_schema
 from dpsur.runs.session import Observer, Session
 from dpsur.runs.tasks import build_task_session, features_of, load_records, note_privately, task_of
 from dpsur.status import silenced, status
+from dpsur.tasks.base import named_file
 from dpsur.tasks.schema import Schema
-from dpsur.tasks.tables import table_path
 
 DESCRIPTION = """\
 Train a model under a privacy budget.
@@ -170,7 +170,7 @@ def _learn_schema(options: argparse.Namespace, ranks: Ranks) -> None:
                 f"{flag(name)} is not for a schema that is learned from all records, one by one; "
                 "leave it out, or declare a schema"
             )
-    table, epsilon = table_path(options.task), options.schema_epsilon
+    table, epsilon = named_file(options.task), options.schema_epsilon
     whole = RunConfig().budget.epsilon if options.epsilon is None else options.epsilon
     if not epsilon < whole:
         raise InvalidInputError(

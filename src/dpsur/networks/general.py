@@ -52,6 +52,8 @@ def build_activation(description: Activation) -> nn.Module:
 
 
 LEAST_IMAGE = 8
+# A hidden layer on wider vectors has more parameters than their noise allows.
+WIDEST_FOR_HIDDEN_LAYER, HIDDEN = 256, 32
 
 
 def linear(inputs: int, classes: int) -> nn.Module:
@@ -87,6 +89,15 @@ def mlp(
         layers += [nn.Linear(before, width), build_activation(activation)]
         before = width
     return nn.Sequential(*layers, nn.Linear(before, classes))
+
+
+def for_vectors(inputs: int, classes: int, hidden: bool | None = None) -> dict[str, Any]:
+    """A linear model, or one with a hidden layer where that is asked for or suits the width."""
+    if hidden is None:
+        hidden = inputs <= WIDEST_FOR_HIDDEN_LAYER
+    if hidden:
+        return {"name": "mlp", "inputs": inputs, "hidden": HIDDEN, "classes": classes}
+    return {"name": "linear", "inputs": inputs, "classes": classes}
 
 
 def small_cnn(

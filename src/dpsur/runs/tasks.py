@@ -38,7 +38,7 @@ from dpsur.runs.input_features import InputFeatures
 from dpsur.runs.release import Origin
 from dpsur.runs.session import Session
 from dpsur.tasks import OWN, TASKS, Declared, Task, task_named
-from dpsur.tasks.declared import image_shape
+from dpsur.tasks.base import image_shape
 from dpsur.tasks.images import read_images
 from dpsur.tasks.npz import array_task
 from dpsur.tasks.schema import AUTO, Schema

@@ -10,21 +10,14 @@ import torch.nn.functional as F
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
-from dpsur.tasks.base import Task
-from dpsur.tasks.declared import NOTHING, Declared
+from dpsur.tasks.base import NOTHING, Declared, Task, named_file
 from dpsur.tasks.images import PREFIX as IMAGES
 from dpsur.tasks.images import images_task, images_to_test
 from dpsur.tasks.mnist_5k import MNIST_5K
 from dpsur.tasks.npz import PREFIX as NPZ
 from dpsur.tasks.npz import npz_task, npz_test_records
 from dpsur.tasks.schema import Schema
-from dpsur.tasks.tables import (
-    PREFIXES,
-    read_table,
-    table_path,
-    table_task,
-    table_test_records,
-)
+from dpsur.tasks.tables import PREFIXES, read_table, table_task
 
 TASKS: dict[str, Task] = {MNIST_5K.name: MNIST_5K}
 DEFAULT_TASK = MNIST_5K.name
@@ -99,15 +92,16 @@ def load_test_records(
         return images_to_test(name, known), loss
     if name.startswith(PREFIXES) and schema is None and "schema" in known:
         released = Schema.from_json(known["schema"])
-        return read_table(table_path(name), released), released.loss
+        return read_table(named_file(name), released), released.loss
     if name.startswith(PREFIXES):
-        test, declared = table_test_records(name, replace(NOTHING, schema=schema))
+        task = table_task(name, replace(NOTHING, schema=schema))
+        _, test = task.load(None)
         if test is None:
             raise InvalidInputError(
                 f"the schema of {name} names no test records; add test to it, with a file or a "
                 "share of public records"
             )
-        return test, declared.loss
+        return test, task.loss
     if name.startswith(NPZ):
         test = npz_test_records(name)
     else:

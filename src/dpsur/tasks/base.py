@@ -1,27 +1,38 @@
-"""What every task is: records to train on, public records to test on, and its networks."""
+"""What every task is, and what a user declares about files of records.
 
+Nothing that becomes public is read off the records: it is declared.
+"""
+
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpsur import checks
+from dpsur.errors import InvalidInputError
 from dpsur.features import TABLE, PixelScale, TableLayout
-from dpsur.features.encoder import DIMENSION, SCATTERING_DIMENSION
+from dpsur.features.encoder import DIMENSION, SCATTERING_DIMENSION, SIZE
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
+from dpsur.options import DATA, build, check_options, declared, option
+from dpsur.tasks.schema import Schema
 
+Read = TypeVar("Read")
+# Colour images of the size that the encoder sees.
+DEFAULT_IMAGE = (3, SIZE, SIZE)
+MOST_PIXELS = 4096
 # Kind of records that are rows of norm 1, of weighted words.
 WORD_ROWS = "words"
 # Names of what a network sees.
 PIXELS, SCATTERING, TOKENS, VECTORS = "pixels", "scattering", "tokens", "vectors"
 ENCODER, ZOOMED = "encoder", "encoder-zoom"
 WHITENED, SCATTERING_ENCODER = "whitened-scattering", "scattering+encoder"
-# A hidden layer on wider vectors has more parameters than their noise allows.
-WIDEST_FOR_HIDDEN_LAYER = 256
-HIDDEN = 32
 
 
 def linear_heads(shape: tuple[int, int, int], classes: int) -> dict[str, dict[str, Any]]:
@@ -91,3 +102,183 @@ class Task:
     def auto_features(self) -> str:
         """The kind of features of the model `auto`: of a table rows of soft bins."""
         return TABLE if TABLE in self.networks else self.default_features
+
+
+def named_file(name: str) -> Path:
+    """The file that a name such as `csv:FILE` names."""
+    prefix, _, file = name.partition(":")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise InvalidInputError(f"task {name}: there is no file {path}; write {prefix}:FILE")
+    return path
+
+
+def existing(test: str | PathLike[str]) -> Path:
+    """The file or folder of test records, if it is there."""
+    path = Path(test).expanduser()
+    if not path.exists():
+        raise InvalidInputError(f"there is no {path} to test on; correct --test")
+    return path
+
+
+def kept(most: int) -> Callable[[Callable[..., Read]], Callable[..., Read]]:
+    """Keep what a function read from files last (so many times), until one of them changes.
+
+    The files are its first argument; the others can be hashed.
+    """
+
+    def decorate(read: Callable[..., Read]) -> Callable[..., Read]:
+        @lru_cache(most)
+        def once(files: tuple[Path, ...], _: tuple[tuple[int, int], ...], *others: Any) -> Read:
+            return read(files, *others)
+
+        def look(files: Sequence[Path], *others: Any) -> Read:
+            found = map(os.stat, files)
+            changes = tuple((one.st_size, one.st_mtime_ns) for one in found)
+            return once(tuple(files), changes, *others)
+
+        return look
+
+    return decorate
+
+
+def _are_labels(name: str, value: Any) -> None:
+    """Refuse anything but texts, or texts that are separated by commas."""
+    found = split_labels(value)
+    if len(found) < 2 or len(set(found)) < len(found) or not all(found):
+        raise InvalidInputError(
+            f"{name} must be two or more different names, such as no,yes, got {checks.shown(value)}"
+        )
+
+
+def split_labels(value: Any) -> tuple[str, ...]:
+    """Names of classes, given as a list or separated by commas."""
+    listed = value.split(",") if isinstance(value, str) else list(value or ())
+    return tuple(str(name).strip() for name in listed)
+
+
+def _is_schema(name: str, value: Any) -> None:
+    if not isinstance(value, (str, PathLike, Schema)):
+        raise InvalidInputError(
+            f"{name} must be a dpsur.Schema or its file, got {checks.shown(value)}; read one with "
+            "dpsur.Schema.load(FILE)"
+        )
+
+
+def image_shape(value: str | None, name: str = "image_size") -> tuple[int, int, int]:
+    """Channels, height and width of `HxW` or `CxHxW`; colour images by default."""
+    if value is None:
+        return DEFAULT_IMAGE
+    parts = value.lower().split("x") if isinstance(value, str) else []
+    numbers = [int(part) for part in parts if part.isdecimal() and len(part) < 6]
+    if len(numbers) != len(parts) or len(numbers) not in (2, 3):
+        raise InvalidInputError(
+            f"{name} must be HxW or CxHxW, such as 64x64 or 1x28x28, got {checks.shown(value)}"
+        )
+    channels, height, width = numbers if len(numbers) == 3 else (3, *numbers)
+    if channels not in (1, 3) or not (1 <= height <= MOST_PIXELS and 1 <= width <= MOST_PIXELS):
+        raise InvalidInputError(
+            f"{name} must have 1 or 3 channels and sides of 1 to {MOST_PIXELS} pixels, got {value}"
+        )
+    return channels, height, width
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Public facts about a file of records; None where they are not given.
+
+    A number of `classes` is for arrays, a `schema` (or its file) for tables. `labels` names the
+    classes, `columns` the column of texts and the column of classes. `image_size` is what images
+    are scaled to: by default what the encoder sees. `test` are public records of the same form.
+    `group_by` is the column of a table that names persons.
+    """
+
+    classes: int | None = option(
+        None,
+        "number of classes of npz:FILE; becomes public (default: the array classes of the file)",
+        metavar="K",
+        group=DATA,
+    )
+    schema: Path | None = option(
+        None,
+        "JSON file that declares the columns of csv:FILE, parquet:FILE or jsonl:FILE; it becomes "
+        "public",
+        check=_is_schema,
+        metavar="FILE",
+        group=DATA,
+        common=True,
+    )
+    labels: str | None = option(
+        None,
+        "names of the classes, separated by commas, which become public: of texts in jsonl:FILE, "
+        "csv:FILE or parquet:FILE; of images:DIR (default: its folders)",
+        check=_are_labels,
+        metavar="A,B",
+        group=DATA,
+        common=True,
+    )
+    columns: str | None = option(
+        None,
+        "the columns of texts and of classes, with --labels (default: text,label)",
+        metavar="TEXT,LABEL",
+        group=DATA,
+    )
+    image_size: str | None = option(
+        None,
+        "height and width that images of images:DIR are scaled to, and channels before them; "
+        "public (default: 3x32x32)",
+        check=lambda name, value: image_shape(value, name),
+        metavar="[Cx]HxW",
+        group=DATA,
+    )
+    test: Path | None = option(
+        None,
+        "public records to test on, of the same form as the task's; figures on them are published "
+        "without noise",
+        metavar="PATH",
+        group=DATA,
+        common=True,
+    )
+
+    group_by: str | None = option(
+        None,
+        "column of csv:FILE, parquet:FILE or jsonl:FILE that names the person whom a record "
+        "belongs to: the unit of privacy becomes one person with all of their records",
+        metavar="COLUMN",
+        group=DATA,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @classmethod
+    def among(cls, values: Mapping[str, Any]) -> Self:
+        """From plain values by name, of which others are left alone."""
+        return build(cls, {name: values[name] for name in declared(cls) if name in values})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the classes; empty where they are not given."""
+        return split_labels(self.labels)
+
+    def refuse(self, task: str, *allowed: str) -> None:
+        """Refuse what is given and not meant for a task."""
+        for name in declared(type(self)):
+            if getattr(self, name) is not None and name not in allowed:
+                owners = ", ".join(FOR[name])
+                raise InvalidInputError(
+                    f"{name} {getattr(self, name)} is for {owners}; task {task} has no such option"
+                )
+
+
+# What each is for, in errors.
+FOR = {
+    "classes": ("npz:FILE",),
+    "schema": ("csv:FILE", "parquet:FILE", "jsonl:FILE"),
+    "labels": ("images:DIR", "texts in jsonl:FILE, csv:FILE or parquet:FILE"),
+    "columns": ("texts in jsonl:FILE, csv:FILE or parquet:FILE",),
+    "image_size": ("images:DIR",),
+    "group_by": ("csv:FILE", "parquet:FILE", "jsonl:FILE"),
+    "test": ("images:DIR", "csv:FILE", "parquet:FILE", "jsonl:FILE"),
+}
+NOTHING = Declared()

@@ -4,10 +4,8 @@ The names of the folders are the classes and count as public, as does the number
 folder is a class too. Every image is brought to one declared size on its own.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,8 @@ from torch import Tensor
 
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
-from dpsur.tasks.base import Task
-from dpsur.tasks.declared import Declared, image_shape
+from dpsur.tasks.base import Declared, Task, existing, image_shape, kept
 from dpsur.tasks.npz import image_networks
-from dpsur.tasks.tables import existing
 
 PREFIX = "images:"
 # Endings of files that are images; other files in a folder are ignored.
@@ -119,10 +115,8 @@ def labelled_images(folder: Path, labels: Sequence[str], shape: Shape) -> Exampl
         raise InvalidInputError(
             f"{folder} holds no images; files of images end in {', '.join(ENDINGS)}"
         )
-    paths = tuple(path for path, _ in found)
-    return Examples(
-        _read_once(paths, _signature(paths), shape), torch.tensor([n for _, n in found])
-    )
+    paths, classes = zip(*found, strict=True)
+    return Examples(_read_files(paths, shape), torch.tensor(classes))
 
 
 def images_in(folder: Path) -> list[Path]:
@@ -133,18 +127,8 @@ def images_in(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
 
 
-def _signature(paths: Sequence[Path]) -> bytes:
-    """Changes when a file does, so that it is read again."""
-    digest = hashlib.blake2b()
-    for path in paths:
-        found = path.stat()
-        digest.update(f"{path}\0{found.st_size}\0{found.st_mtime_ns}\0".encode(errors="replace"))
-    return digest.digest()
-
-
-@lru_cache(maxsize=2)
-def _read_once(paths: tuple[Path, ...], signature: bytes, shape: Shape) -> Tensor:
-    del signature
+@kept(2)
+def _read_files(paths: tuple[Path, ...], shape: Shape) -> Tensor:
     return read_images(paths, shape)
 
 

@@ -22,16 +22,16 @@ from dpsur.errors import InvalidInputError
 from dpsur.features import features_named, words
 from dpsur.features.table import WORDS_DIMENSION
 from dpsur.functional.records import Examples
-from dpsur.networks.general import LEAST_IMAGE
+from dpsur.networks.general import LEAST_IMAGE, for_vectors
 from dpsur.tasks.base import (
-    HIDDEN,
     PIXELS,
     SCATTERING,
     VECTORS,
-    WIDEST_FOR_HIDDEN_LAYER,
     WORD_ROWS,
     Task,
+    kept,
     linear_heads,
+    named_file,
 )
 
 Array = NDArray[Any]
@@ -54,8 +54,8 @@ def npz_task(name: str, classes: int | None = None) -> Task:
 
     The file is read and checked here.
     """
-    path = _path(name)
-    train, test, stored, texts = _records(path)
+    path = named_file(name)
+    train, test, stored, texts = _records([path])
     classes = _declared(path, classes, stored)
     for examples, labels in ((train, "y"), (test, "y_test")):
         if examples is not None:
@@ -85,13 +85,18 @@ def array_task(
             "before height and width: pass x.transpose(0, 3, 1, 2), of a tensor "
             "x.permute(0, 3, 1, 2)"
         )
-    known = {"labels": list(names)} if names else {"classes": classes}
+    known: dict[str, Any] = {"labels": list(names)} if names else {"classes": classes}
+    if texts:  # of new records the same numbers can be made
+        known["inputs"] = {"kind": "texts", "dimension": WORDS_DIMENSION}
+    elif len(shape) == 3:
+        known["inputs"] = {"kind": "images", "shape": list(shape)}
+    on_words = {"name": "linear-head", "inputs": WORDS_DIMENSION, "classes": classes}
     return Task(
         name=name,
         summary=f"{len(train)} records to train, {len(test or ())} to test",
-        networks=_for_words(classes) if texts else image_networks(shape, classes),
+        networks={VECTORS: on_words} if texts else image_networks(shape, classes),
         load=lambda _: (train, test),
-        public={**known, **_described(shape, texts)},
+        public=known,
         records=len(train),
         shape=shape,
         classes=classes,
@@ -99,37 +104,15 @@ def array_task(
     )
 
 
-def _described(shape: tuple[int, ...], texts: bool) -> dict[str, Any]:
-    """What a release says about its inputs: new texts and images become the same numbers."""
-    if texts:
-        return {"inputs": {"kind": "texts", "dimension": WORDS_DIMENSION}}
-    return {"inputs": {"kind": "images", "shape": list(shape)}} if len(shape) == 3 else {}
-
-
 def npz_test_records(name: str) -> Examples | None:
     """The test records of a file, which need no declared number of classes."""
-    return _records(_path(name))[1]
+    return _records([named_file(name)])[1]
 
 
-def _path(name: str) -> Path:
-    path = Path(name.removeprefix(PREFIX)).expanduser()
-    if not path.is_file():
-        raise InvalidInputError(f"task {name}: there is no file {path}; write {PREFIX}FILE")
-    return path
-
-
-def _records(path: Path) -> tuple[Examples, Examples | None, int | None, bool]:
-    information = path.stat()
-    return _read_records(path, information.st_size, information.st_mtime_ns)
-
-
-# Size and time of change are part of the key: a file that changes is read again.
-@lru_cache(maxsize=1)
-def _read_records(
-    path: Path, size: int, changed: int
-) -> tuple[Examples, Examples | None, int | None, bool]:
+@kept(1)
+def _records(files: tuple[Path, ...]) -> tuple[Examples, Examples | None, int | None, bool]:
     """Training and test records, the classes that the file declares, and whether x holds texts."""
-    del size, changed
+    (path,) = files
     arrays = _read(path)
     for name in ("x", "y"):
         if name not in arrays:
@@ -264,10 +247,6 @@ def _declared(path: Path, given: int | None, stored: int | None) -> int:
     return classes
 
 
-def _for_words(classes: int) -> dict[str, dict[str, Any]]:
-    return {VECTORS: {"name": "linear-head", "inputs": WORDS_DIMENSION, "classes": classes}}
-
-
 def image_networks(shape: tuple[int, ...], classes: int) -> dict[str, dict[str, Any]]:
     """Networks for images, and for other arrays of numbers, by the features that they take."""
     features = PIXELS if len(shape) == 3 else VECTORS
@@ -275,20 +254,11 @@ def image_networks(shape: tuple[int, ...], classes: int) -> dict[str, dict[str, 
         channels, height, width = shape
         sides = {"channels": channels, "height": height, "width": width}
         networks = {features: {"name": "small-cnn", **sides, "classes": classes}}
-        return networks | _on_scattering(shape, classes) | linear_heads(shape, classes)
-    inputs = prod(shape)
-    if inputs <= WIDEST_FOR_HIDDEN_LAYER:
-        return {features: {"name": "mlp", "inputs": inputs, "hidden": HIDDEN, "classes": classes}}
-    return {features: {"name": "linear", "inputs": inputs, "classes": classes}}
-
-
-def _on_scattering(shape: tuple[int, ...], classes: int) -> dict[str, dict[str, Any]]:
-    """A linear model on scattering features, for images of a size that has them."""
-    features = _scattering_shape(shape)
-    if features is None:
-        return {}
-    sides = dict(zip(("channels", "height", "width"), features, strict=True))
-    return {SCATTERING: {"name": "linear-features", **sides, "classes": classes}}
+        if scattered := _scattering_shape(shape):
+            sides = dict(zip(("channels", "height", "width"), scattered, strict=True))
+            networks[SCATTERING] = {"name": "linear-features", **sides, "classes": classes}
+        return networks | linear_heads(shape, classes)
+    return {features: for_vectors(prod(shape), classes)}
 
 
 # Known by trying it on a blank image, which takes a while for a large one.

@@ -9,10 +9,10 @@ hashing of texts, by the declared size of images. A row depends on its record al
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.features import words
 from dpsur.tasks.images import ENDINGS, images_in, read_images
 from dpsur.tasks.npz import DamagedFileError, read_arrays
-from dpsur.tasks.schema import Schema, Table
+from dpsur.tasks.schema import Schema
 from dpsur.tasks.tables import JSON_LINES, read_inputs, read_values
 
 TABLE_FILES = (".csv", ".tsv", ".txt", ".parquet", *JSON_LINES)
@@ -34,32 +34,6 @@ class RawRecords:
 
     rows: Any
     names: Sequence[str] | None = None
-
-
-class RawInputs(Protocol):
-    """What a model's inputs are made of."""
-
-    kind: str
-
-    def rows(self, records: Any) -> Any:
-        """The inputs of records in memory."""
-
-    def read(self, path: Path) -> RawRecords:
-        """The inputs of a file, or of a folder of images."""
-
-
-def raw_inputs(public: Mapping[str, Any]) -> RawInputs:
-    """What a release says about its inputs; without a word, they are arrays."""
-    if "schema" in public:
-        return TableInputs(Schema.from_json(public["schema"]))
-    described = public.get("inputs", {})
-    if described.get("kind") == ImageInputs.kind:
-        scale = (described.get("mean"), described.get("deviation"))
-        channels, height, width = described["shape"]
-        return ImageInputs((channels, height, width), None if None in scale else scale)
-    if described.get("kind") == TextInputs.kind:
-        return TextInputs(described["dimension"])
-    return ArrayInputs()
 
 
 @dataclass(frozen=True)
@@ -74,10 +48,12 @@ class TableInputs:
         if isinstance(records, (Tensor, np.ndarray)) and not _are_texts(records):
             found = as_tensor(records)
             if found.dim() != 2 or found.shape[1] != self.schema.width:
+                shown = list(self.schema.columns)[:6]
+                more = ", ..." if len(self.schema.columns) > len(shown) else ""
                 raise InvalidInputError(
                     f"an array of encoded records must have the shape (n, {self.schema.width}), "
                     f"got {tuple(found.shape)}; pass a data frame or a file with the columns "
-                    f"{_listed(self.schema.columns)}"
+                    f"{', '.join(shown)}{more}"
                 )
             return found
         if self.schema.is_text and _are_texts(records):
@@ -217,6 +193,23 @@ class ArrayInputs:
         return RawRecords(self.rows(_array(path)))
 
 
+RawInputs = TableInputs | TextInputs | ImageInputs | ArrayInputs
+
+
+def raw_inputs(public: Mapping[str, Any]) -> RawInputs:
+    """What a release says about its inputs; without a word, they are arrays."""
+    if "schema" in public:
+        return TableInputs(Schema.from_json(public["schema"]))
+    described = public.get("inputs", {})
+    if described.get("kind") == ImageInputs.kind:
+        scale = (described.get("mean"), described.get("deviation"))
+        channels, height, width = described["shape"]
+        return ImageInputs((channels, height, width), None if None in scale else scale)
+    if described.get("kind") == TextInputs.kind:
+        return TextInputs(described["dimension"])
+    return ArrayInputs()
+
+
 def as_tensor(values: Any) -> Tensor:
     """A tensor of an array or of lists; fractions become float32."""
     try:
@@ -251,12 +244,8 @@ def _check_ending(path: Path, endings: Sequence[str], what: str) -> None:
 
 
 def _text_lines(path: Path) -> list[str]:
-    return list(_nonempty(path))
-
-
-def _nonempty(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8-sig", errors="replace") as file:
-        yield from (line.rstrip("\n") for line in file if line.strip())
+        return [line.rstrip("\n") for line in file if line.strip()]
 
 
 def _array(path: Path) -> Any:
@@ -274,8 +263,3 @@ def _array(path: Path) -> Any:
     if "x" not in arrays:
         raise InvalidInputError(f"{path} holds no array x; write np.savez(FILE, x=...)")
     return arrays["x"]
-
-
-def _listed(names: Table) -> str:
-    shown = list(names)[:6]
-    return ", ".join(shown) + (", ..." if len(names) > len(shown) else "")

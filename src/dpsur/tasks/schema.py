@@ -31,9 +31,9 @@ from dpsur.features.table import WORDS_DIMENSION, words
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.networks import build_network
+from dpsur.networks.general import for_vectors
 from dpsur.privacy.events import ThresholdedGaussian
 from dpsur.status import html_table
-from dpsur.tasks.base import HIDDEN, WIDEST_FOR_HIDDEN_LAYER
 
 MOST_VALUES = 10_000
 Values: TypeAlias = "np.ndarray[Any, Any]"
@@ -444,15 +444,12 @@ class Schema:
             return {"name": "linear-head", "inputs": inputs, "classes": self.outputs}
         if name in (None, AUTO) and self.is_text:
             return {"name": "linear-head", "inputs": self.width, "classes": self.outputs}
-        if name is None:
-            name = MLP if self.width <= WIDEST_FOR_HIDDEN_LAYER else LINEAR
-        if name not in (LINEAR, MLP):
+        if name not in (None, LINEAR, MLP):
             raise InvalidInputError(
                 f"unknown model {name!r} for a table; choose {AUTO}, {LINEAR} or {MLP}, or build a "
                 "module"
             )
-        hidden = {"hidden": HIDDEN} if name == MLP else {}
-        return {"name": name, "inputs": self.width, **hidden, "classes": self.outputs}
+        return for_vectors(self.width, self.outputs, None if name is None else name == MLP)
 
     def model(self, name: str | None = None) -> nn.Module:
         """A network for these records: `linear` or `mlp`, by default what suits the width."""

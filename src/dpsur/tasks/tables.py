@@ -20,9 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import islice
-from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +31,15 @@ from dpsur.errors import InvalidInputError
 from dpsur.features import TABLE
 from dpsur.functional.persons import called, number_persons, numbered
 from dpsur.functional.records import Examples
-from dpsur.tasks.base import VECTORS, WORD_ROWS, Task
-from dpsur.tasks.declared import Declared
+from dpsur.tasks.base import (
+    VECTORS,
+    WORD_ROWS,
+    Declared,
+    Task,
+    existing,
+    kept,
+    named_file,
+)
 from dpsur.tasks.schema import (
     AUTO,
     LINEAR,
@@ -178,8 +183,9 @@ class _Parts(NamedTuple):
 def table_task(name: str, declared: Declared) -> Task:
     """The task of a name `csv:FILE`, `parquet:FILE` or `jsonl:FILE`."""
     declared.refuse(name, "schema", "labels", "columns", "test", "group_by")
-    path, schema = table_path(name), declared_schema(name, declared)
-    return _task(name, schema, _records(path, declared, schema))
+    schema = declared_schema(name, declared)
+    files = _files(named_file(name), declared, schema)
+    return _task(name, schema, _parts(files, schema, declared.group_by))
 
 
 def memory_task(schema: Schema, train: Any, test: Any = None, groups: Any = None) -> Task:
@@ -242,12 +248,6 @@ def _task(name: str, schema: Schema, parts: _Parts) -> Task:
     )
 
 
-def table_test_records(name: str, declared: Declared) -> tuple[Examples | None, Schema]:
-    """The test records of a table, and its schema."""
-    path, schema = table_path(name), declared_schema(name, declared)
-    return _records(path, declared, schema).test, schema
-
-
 def declared_schema(name: str, declared: Declared) -> Schema:
     """The schema that was given, or that of one text column and the classes that were named."""
     if declared.schema is None and declared.labels is None:
@@ -256,8 +256,14 @@ def declared_schema(name: str, declared: Declared) -> Schema:
             "one with dpsur data schema FILE, fill it in, and pass --schema FILE; for texts with "
             "classes, --labels A,B,... is enough"
         )
-    if declared.schema is None:
-        return text_schema(declared)
+    if declared.schema is None:  # one column of texts and one of classes
+        names = [column.strip() for column in (declared.columns or TEXT_COLUMNS).split(",")]
+        if len(names) != 2 or not all(names) or names[0] == names[1]:
+            raise InvalidInputError(
+                f"columns must name the texts and the classes, such as {TEXT_COLUMNS}, got "
+                f"{declared.columns!r}; declare other tables with a schema"
+            )
+        return Schema({names[0]: Text()}, {names[1]: Category(list(declared.names))})
     if declared.labels is not None or declared.columns is not None:
         given = "columns" if declared.labels is None else "labels"
         raise InvalidInputError(f"{given} of {name} are in its schema; leave out --{given}")
@@ -266,29 +272,9 @@ def declared_schema(name: str, declared: Declared) -> Schema:
     return Schema.load(declared.schema)
 
 
-def text_schema(declared: Declared) -> Schema:
-    """One column of texts and one of classes, by their names."""
-    names = [name.strip() for name in (declared.columns or TEXT_COLUMNS).split(",")]
-    if len(names) != 2 or not all(names) or names[0] == names[1]:
-        raise InvalidInputError(
-            f"columns must name the texts and the classes, such as {TEXT_COLUMNS}, got "
-            f"{declared.columns!r}; declare other tables with a schema"
-        )
-    return Schema({names[0]: Text()}, {names[1]: Category(list(declared.names))})
-
-
-def table_path(name: str) -> Path:
-    """The file that a name such as `csv:FILE` names."""
-    prefix = next(prefix for prefix in PREFIXES if name.startswith(prefix))
-    path = Path(name.removeprefix(prefix)).expanduser()
-    if not path.is_file():
-        raise InvalidInputError(f"task {name}: there is no file {path}; write {prefix}FILE")
-    return path
-
-
 def other_persons(name: str, declared: Declared) -> Task:
     """The test records of a table as a task of its own, with their persons, who are all others."""
-    path, schema, column = table_path(name), declared_schema(name, declared), declared.group_by
+    path, schema, column = named_file(name), declared_schema(name, declared), declared.group_by
     assert column is not None
     _, *tested = _files(path, declared, schema)
     if not tested:
@@ -298,11 +284,7 @@ def other_persons(name: str, declared: Declared) -> Task:
             f"some persons of column {column!r} have records in both files; compare persons that "
             "were trained on with others"
         )
-    return _task(name, schema, _read_files(tested, schema, column))
-
-
-def _records(path: Path, declared: Declared, schema: Schema) -> _Parts:
-    return _read_files(_files(path, declared, schema), schema, declared.group_by)
+    return _task(name, schema, _parts(tested, schema, column))
 
 
 def _files(path: Path, declared: Declared, schema: Schema) -> list[Path]:
@@ -323,35 +305,17 @@ def _files(path: Path, declared: Declared, schema: Schema) -> list[Path]:
     return files
 
 
-def _read_files(files: list[Path], schema: Schema, group_by: str | None) -> _Parts:
-    stats = [file.stat() for file in files]
-    changes = tuple((found.st_size, found.st_mtime_ns) for found in stats)
-    stored = json.dumps(schema.to_json())
-    return _read_records(tuple(files), changes, stored, group_by)
+def _parts(files: Sequence[Path], schema: Schema, group_by: str | None) -> _Parts:
+    return _read_files(files, json.dumps(schema.to_json()), group_by)
 
 
-def existing(test: str | PathLike[str]) -> Path:
-    """The file or folder of test records, if it is there."""
-    path = Path(test).expanduser()
-    if not path.exists():
-        raise InvalidInputError(f"there is no {path} to test on; correct --test")
-    return path
-
-
-# Size and time of change are part of the key: a file that changes is read again.
-@lru_cache(maxsize=1)
-def _read_records(
-    files: tuple[Path, ...],
-    changes: tuple[tuple[int, int], ...],
-    stored: str,
-    group_by: str | None = None,
-) -> _Parts:
-    del changes
+@kept(1)
+def _read_files(files: tuple[Path, ...], stored: str, group_by: str | None) -> _Parts:
+    """Records of a schema as JSON from the file of a table, and from one of test records."""
     path, *others = files
     schema = Schema.from_json(json.loads(stored))
     if group_by is not None:
-        found = None if path.suffix in JSON_LINES else header(path)
-        _check_group_by(group_by, schema, found)
+        _check_group_by(group_by, schema, None if path.suffix in JSON_LINES else header(path))
     records, usable, seen = _read(path, schema)
     train, persons = _selected(records, usable), None
     if group_by is not None:
