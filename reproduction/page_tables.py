@@ -19,6 +19,7 @@ from typing import Any
 
 from dpsur.presets import preset_named
 from reproduction import options_table, simulated_heads
+from reproduction.artifacts import Column, Table
 from reproduction.bench import cpu_loops, data_path, loops, network_grid
 from reproduction.bench.report import markdown as bench_table
 from reproduction.experiments import heads, sixteen
@@ -76,11 +77,24 @@ def marked_tables() -> dict[str, str]:
         _comment("bench_loops_cpu"): cpu_loops.markdown(rows_of("bench_loops_cpu")),
         "data path": data_path.markdown(rows_of("bench_networks_gpu")),
         "sixteen cells": sixteen.short_table(rows_of("accuracy"), paper_accuracy()),
+        _comment("bench_cpu_others"): _other_arms(),
         _comment("heads"): heads.table({**heads.of_auto(rows_of("heads")), **heads.of_others()}),
         _comment(simulated_heads.ROWS.stem): simulated_heads.table(),
         "options of a run": options_table.options(),
         "accuracy in short": short_table(list(FOUND.values()), paper_accuracy()).markdown(),
     }
+
+
+def _other_arms() -> str:
+    """Every arm over plain PyTorch, of networks that only a CPU has measured."""
+    arms = ("dpsgd", "dpsur", "opacus-hooks", "opacus-ghost", "vmap", "loop")
+    cells: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in rows_of("bench_cpu_others"):
+        name = row["network"], row["batch_size"]
+        named = {"network": name[0], "batch_size": name[1], **dict.fromkeys(arms)}
+        cells.setdefault(name, named)[row["arm"]] = row["time_over_plain"]
+    columns = [Column("network", "network"), Column("batch", "batch_size", ",")]
+    return Table([*columns, *(Column(a, a, ".2f") for a in arms)], list(cells.values())).markdown()
 
 
 def _comment(name: str) -> str:

@@ -426,104 +426,32 @@ def ratios(name, arm, figure):
     return {(r["network"], r["batch_size"]): r[figure] for r in rows if r["arm"] == arm}
 
 
-def test_what_the_readme_says_in_words_is_what_the_rows_say():
-    text = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+def test_rows_meet_the_aims_that_the_page_says_are_met():
     trial = ratios("bench_gpu", "dpsur-captured", "time_over_plain")
-    photographs = {cell: ratio for cell, ratio in trial.items() if cell[0].endswith("-cifar")}
-    small = {cell: ratio for cell, ratio in trial.items() if cell[0].endswith("-28")}
-    small_cells = list(small)
-    trials_beside_opacus = ("bench_gpu", "dpsur-captured", "time_over_opacus")
-    assert max(small.values()) <= 1.0  # "All of that is met here"
-    assert max(photographs.values()) <= 1.3
-    most = max(ratios("bench_gpu", "dpsur-captured", "memory_over_plain").values())
-    assert most <= 1.5
-    assert f"the memory with {most:.2f} times that of the plain step at most" in text
-    hosted = [("scattering-28", 4096), ("pixel-28", 1024)]
-    for name, arm, said in (
-        ("bench_gpu", "plain", "it takes {:.2f} and {:.2f} ms here"),
-        ("bench_gpu_faster_host", "plain", "it took {:.2f} and {:.2f} ms ("),
-        ("bench_gpu_faster_host", "dpsur-captured", "A trial took {:.2f} and {:.2f} ms there"),
-        ("bench_gpu", "dpsur-captured", "takes {:.2f} and {:.2f} ms here. So"),
-    ):
-        times = ratios(name, arm, "step_seconds")
-        assert said.format(*(1e3 * times[cell] for cell in hosted)) in text
-    beyond = ratios("bench_gpu_faster_host", "dpsur-captured", "time_over_plain")
-    assert all(1.0 < beyond[cell] < 1.05 for cell in hosted)  # "a little more"
-    steps, plain = (
-        ratios("bench_gpu", arm, "step_seconds") for arm in ("dpsur-captured", "plain-captured")
-    )
-    beside = [steps[cell] / plain[cell] for cell in small]
-    assert f"costs {min(beside):.2f} to {max(beside):.2f} times as much" in text
-    words = ("lstm-imdb", 1024)
-    assert f"{steps[words] / plain[words]:.2f} times on `lstm-imdb`, and less" in text
-    assert (
-        f"took {beyond[words]:.2f} times as long as the eager plain step, here {trial[words]:.2f}."
-        in text
-    )
-    assert all(steps[cell] < plain[cell] for cell in photographs)
-    first, second = sorted(read_rows(ROOT / "results" / "timed_run.jsonl"), key=_seconds)
-    assert f"makes {first['trials']:,} trials and takes {_seconds(first):.1f} s" in text
-    assert f"or {_seconds(second):.1f} s with the kernels" in text
+    faster = {
+        cell: 1 / ratio
+        for cell, ratio in ratios("bench_gpu", "dpsur-captured", "time_over_opacus").items()
+    }
+    aims = {"-28": (1.0, 2.5), "-cifar": (1.3, 1.8), "-imdb": (3.0, 5.0)}  # plain, Opacus
+    for (network, batch), ratio in trial.items():
+        (aim,) = (aim for end, aim in aims.items() if network.endswith(end))
+        assert ratio <= aim[0]
+        assert faster[network, batch] >= aim[1]
+    assert max(ratios("bench_gpu", "dpsur-captured", "memory_over_plain").values()) <= 1.5
     small = {r["arm"]: r for r in read_rows(ROOT / "results" / "bench_memory_gpu.jsonl")}
     assert {arm for arm, row in small.items() if row["status"] == "ok"} == {"dpsur-captured"}
-    assert f"{small['dpsur-captured']['peak_memory_bytes'] / 1e9:.2f} GB" in text
-    wide = [
-        ratios("bench_growth_gpu", "dpsur-captured", figure)["cnn-128", 1024]
-        for figure in ("time_over_plain", "time_over_opacus")
-    ]
-    assert f"takes {wide[0]:.2f} times as long as the plain step and {wide[1]:.2f} of the" in text
-    grown = ratios("bench_growth_gpu", "dpsur-captured", "memory_over_plain")
-    above = {cell: f"{ratio:.2f}" for cell, ratio in grown.items() if ratio > 1.5}
-    assert above == {("cnn-128", 1024): "1.97", ("scattering-28", 256): "2.01"}
-    assert "1.97 times that of the plain step on `cnn-128`, and 2.01 times on `scat" in text
-    faster = {cell: 1 / ratio for cell, ratio in ratios(*trials_beside_opacus).items()}
-    assert min(faster[cell] for cell in small_cells) >= 2.5
-    assert min(faster[cell] for cell in photographs) >= 1.8
-    assert faster[words] >= 5
-    assert trial[words] <= 3
     step = ratios("bench_cpu", "dpsgd", "time_over_plain")
-    images = {cell: ratio for cell, ratio in step.items() if cell[0] != "lstm-imdb"}
-    missed = [cell for cell, ratio in images.items() if ratio > 1.35]
+    missed = [cell for cell, ratio in step.items() if ratio > 1.35 and cell[0] != "lstm-imdb"]
     assert missed == [("scattering-28", 256)]
-    assert len({network for network, _ in images}) == 4  # "met on three of them"
-    many = [ratio for (_, batch), ratio in images.items() if batch == 1024]
-    assert f"takes {min(many):.2f} to {max(many):.2f} times as long" in text
-    assert f"`scattering-28`: {images['scattering-28', 256]:.2f}" in text
-    memory = max(ratios("bench_cpu", "dpsgd", "memory_over_plain").values())
-    assert memory <= 1.5
-    assert f"Memory is at most {memory:.2f} times that of the plain step" in text
     trials = ratios("bench_cpu", "dpsur", "time_over_plain")
-    few = [
-        ratio
-        for (network, batch), ratio in trials.items()
-        if batch == 256 and network != "lstm-imdb"
-    ]
-    held = max(ratios("bench_cpu", "dpsur", "memory_over_plain").values())
-    assert f"makes it {min(few):.2f} to {max(few):.2f} times as long as the plain step" in text
-    assert f"with up to {held:.2f} times its memory: more than the 1.5" in text
-    assert held > 1.5
     for arm in ("opacus-hooks", "opacus-ghost"):  # "takes less time than a step of Opacus"
         theirs = ratios("bench_cpu", arm, "time_over_plain")
         assert all(ratio < theirs[cell] for cell, ratio in trials.items())
 
 
-def test_the_table_of_other_arms_shows_the_rows():
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
+def test_nothing_else_ran_beside_the_other_arms():
     rows = read_rows(ROOT / "results" / "bench_cpu_others.jsonl")
-    arms = ("dpsgd", "dpsur", "opacus-hooks", "opacus-ghost", "vmap", "loop")
-    cells = {}
-    for row in rows:
-        cells.setdefault((row["network"], row["batch_size"]), {})[row["arm"]] = row
-    for (network, batch), cell in cells.items():
-        shown = [f"{cell[arm]['time_over_plain']:.2f}" if arm in cell else "-" for arm in arms]
-        assert f"| {network} | {batch} | {' | '.join(shown)} |" in text
-    again = cells["scattering-28", 256]["dpsgd"]["time_over_plain"]
-    assert f"and 1.45 to {again:.2f}. Memory" in " ".join(text.split())  # of earlier runs
     assert max(row["cores_used_by_others"] for row in rows) < 0.1
-
-
-def _seconds(row):
-    return row["seconds"]
 
 
 def test_small_batches_on_a_cpu_are_measured_by_turns(tmp_path, capsys):
