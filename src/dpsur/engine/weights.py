@@ -171,14 +171,16 @@ class Sums:
 class Gradients:
     """What stands in `.grad`: zeros after a backward pass, the private gradient after a step."""
 
-    def __init__(self, trained: dict[str, nn.Parameter]) -> None:
-        self._trained = trained
-        self._grads: dict[str, tuple[Tensor, int]] = {}
+    def __init__(self, trained: dict[str, nn.Parameter], sharding: Sharding | None) -> None:
+        self._trained, self._sharding = trained, sharding
+        self._grads: Params = {}
+        self._versions: dict[str, int] = {}
 
     def mark(self, unwatched: str | None) -> None:
         """Put zeros into `.grad`, where other code that clips or adds gradients leaves a trace."""
         self.check(unwatched, cleared=True)
-        self._put(torch._foreach_zero_)
+        torch._foreach_zero_(list(self._made().values()))
+        self._put()
 
     def check(self, unwatched: str | None, *, cleared: bool = False) -> None:
         """Refuse gradients that do not come from the clipped sum, or that were changed."""
@@ -191,13 +193,12 @@ class Gradients:
                     "gradients were cleared between backward() and step(); call zero_grad() "
                     "before the forward pass"
                 )
-            ours, version = self._grads.get(name, (None, 0))
-            if grad is not ours:
+            if grad is not self._grads.get(name):
                 raise StepError(
                     f"parameter {name} has a gradient that was not clipped per record: "
                     + (unwatched or "it was used outside of the model's own call")
                 )
-            if not cleared and grad._version != version:
+            if not cleared and grad._version != self._versions[name]:
                 raise StepError(
                     f"the gradient of {name} was changed between backward() and step() (by "
                     "clip_grad_norm_, a GradScaler or another library); remove that: the private "
@@ -217,29 +218,35 @@ class Gradients:
                     "optimizer, or build the model first, then call make_private"
                 )
 
-    def write(self, gradients: Params, sharding: Sharding | None) -> None:
-        """Hand the private gradient to the optimizer."""
+    def places(self) -> Params | None:
+        """Where the private gradient is to be written; None for one in shards."""
+        return self._made() if self._sharding is None else None
 
-        def copy(grads: list[Tensor]) -> None:
-            if sharding is None:
-                torch._foreach_copy_(grads, [gradients[name] for name in self._trained])
-                return
-            for name, grad in zip(self._trained, grads, strict=True):
-                grad.copy_(sharding.distribute(name, gradients[name]))
+    def hand_over(self, gradient: Params) -> None:
+        """Let the optimizer have the private gradient."""
+        if self._sharding is not None:
+            for name, grad in self._made().items():
+                grad.copy_(self._sharding.distribute(name, gradient[name]))
+        self._put()
 
-        self._put(copy)
+    def _made(self) -> Params:
+        """The memory of all gradients, side by side where that is how the weights lie."""
+        if not self._grads:
+            values = {name: value.detach() for name, value in self._trained.items()}
+            if self._sharding is None and all(each.is_contiguous() for each in values.values()):
+                # `data`: a change of one is no change of the others
+                self._grads = {name: each.data for name, each in empty_like(values).items()}
+            else:
+                self._grads = {name: torch.empty_like(value) for name, value in values.items()}
+        return self._grads
 
-    def _put(self, fill: Callable[[list[Tensor]], None]) -> None:
-        """Fill all gradients at once, and note what they are now."""
-        grads = [
-            self._grads[name][0] if name in self._grads else torch.zeros_like(value)
-            for name, value in self._trained.items()
-        ]
-        fill(grads)
-        for (name, value), grad in zip(self._trained.items(), grads, strict=True):
+    def _put(self) -> None:
+        """Let parameters have their gradients, and note what these are now."""
+        for name, value in self._trained.items():
+            grad = self._grads[name]
             if value.grad is not grad:
                 value.grad = grad
-            self._grads[name] = grad, grad._version
+            self._versions[name] = grad._version
 
 
 class TrainedModule:
@@ -261,7 +268,7 @@ class TrainedModule:
     ) -> None:
         self.module, self.trained, self.sharding = module, trained, sharding
         self.randomness, self.max_grad_norm = randomness, max_grad_norm
-        self.sums, self.gradients = Sums(), Gradients(trained)
+        self.sums, self.gradients = Sums(), Gradients(trained, sharding)
         self.calls: list[Any] = []  # of the module, whose backward pass has not come yet
         self.unwatched: str | None = None
         self.rounded = False
@@ -543,7 +550,8 @@ class ModuleGradient(GradientSource):
             whole = sum(value.numel() for value in watcher.sharding.trained.values())
         total = ClippedSum(sums, watcher.max_grad_norm, offsets=offsets, whole=whole)
         noise = self.update.noise_multiplier if isinstance(self.update, SampledGaussian) else 0.0
-        return gaussian.noisy_mean(total, noise, self.expected, draws[NOISE]), None
+        places = watcher.gradients.places()
+        return gaussian.noisy_mean(total, noise, self.expected, draws[NOISE], places), None
 
 
 @dataclass(frozen=True)
@@ -572,8 +580,7 @@ class ModuleUpdates:
         undo = self.weights.undo() if self.undoes else None
         try:
             gradient, _ = self.source.gradient(state, draws)
-            watcher = self.source.watcher
-            watcher.gradients.write(gradient, watcher.sharding)
+            self.source.watcher.gradients.hand_over(gradient)
             if self.weights.rates is not None and self.schedule is not None:
                 self.weights.rates.set(float(self.schedule(position)))
             cast(PrivateOptimizer, self.weights.optimizer).plain_step()

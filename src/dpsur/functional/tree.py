@@ -258,7 +258,7 @@ Params = dict[str, Tensor]
 
 def elementwise(function: Callable[..., Tensor], first: Params, *others: Params) -> Params:
     """Apply a function of single numbers to corresponding parameters, to all of them at once."""
-    if len({value.dtype for value in first.values()}) != 1:
+    if len(first) == 1 or len({value.dtype for value in first.values()}) != 1:
         return {
             name: function(value, *(other[name] for other in others))
             for name, value in first.items()

@@ -18,7 +18,7 @@ from dpsur.distributed import ALONE, Ranks
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples, HostExamples
-from dpsur.functional.tree import Params, elementwise, tensors_of
+from dpsur.functional.tree import Params, elementwise, parts, tensors_of
 from dpsur.mechanism.noise_table import DEVIATION
 from dpsur.mechanism.streams import Stream
 from dpsur.per_example import ClippedSum, clipped_sum
@@ -301,17 +301,22 @@ def noise_deviation(total: ClippedSum, noise_multiplier: float | Tensor) -> floa
 
 
 def noisy_mean(
-    total: ClippedSum, noise_multiplier: float | Tensor, expected_size: float, stream: Stream
+    total: ClippedSum,
+    noise_multiplier: float | Tensor,
+    expected_size: float,
+    stream: Stream,
+    places: Params | None = None,
 ) -> Params:
     """A clipped sum with noise, over the expected batch size.
 
-    The drawn size is private, and dividing by it would change the sensitivity. The memory of the
-    sum, which is as large as the model, becomes that of the mean.
+    The drawn size is private, and dividing by it would change the sensitivity. The mean is written
+    into `places`, or else into the memory of the sum, which is as large as the model.
     """
     noisy = add_noise(replace(total, scratch=True), noise_multiplier, stream)
-    if total.offsets is not None:
-        return {name: value.div_(expected_size) for name, value in noisy.items()}
-    return elementwise(lambda value: value.div_(expected_size), noisy)
+    places = noisy if places is None else places
+    for value, place in parts(noisy, places, most=total.count):
+        torch.div(value, expected_size, out=place)
+    return places
 
 
 def dp_mean_gradient(
