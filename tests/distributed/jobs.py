@@ -219,7 +219,7 @@ def pure_noise(wrong=None):
     if wrong == "noise of each rank":
 
         def add_each(total, noise, stream):
-            own = Streams(90 + stream.ranks.rank, CPU, stream.ranks).at(int(stream._step))
+            own = Streams(90 + stream.ranks.rank, CPU, stream.ranks).at(int(stream.step))
             reduction = Reduction(stream.ranks)
             for name, value in add(total, noise, own["noise"]).items():
                 reduction.add(name, value)

@@ -315,7 +315,7 @@ def no_random_number_is_drawn_twice():
 
     def normal(self, count, offset=None):
         first = self._next if offset is None else offset
-        drawn.append((self.purpose, int(self._step), first))
+        drawn.append((self.purpose, int(self.step), first))
         return real(self, count, offset)
 
     def add_normal(self, values, scale, **more):

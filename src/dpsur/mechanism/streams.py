@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -51,6 +51,181 @@ from dpsur.per_example.kernels import nvrtc
 Address = tuple[int, int, int]  # purpose, rank, offset in words
 SECRET_KEY_BYTES: Final = 32
 SEEDED_KEY_BYTES: Final = 16
+
+INIT: Final = "init"
+BATCH: Final = "batch"
+NOISE: Final = "noise"
+VAL_BATCH: Final = "val-batch"
+VAL_NOISE: Final = "val-noise"
+LAYERS: Final = "layers"
+STEERING: Final = "steering"  # noisy figures that an adaptive method steers by
+COINS: Final = "coins"  # which records of a sample are kept
+FEATURES: Final = "features"  # private statistics of the features
+HOLDOUT: Final = "holdout"  # noisy figures on held-out records
+# The number of a purpose is part of every address, so it must never change. SHARED draws are the
+# same on all ranks, or different parts of one draw; PER_RANK draws belong to one rank's records.
+SHARED: Final = {
+    INIT: 1,
+    BATCH: 2,
+    NOISE: 3,
+    VAL_BATCH: 4,
+    VAL_NOISE: 5,
+    STEERING: 7,
+    COINS: 8,
+    FEATURES: 9,
+    HOLDOUT: 10,
+}
+PER_RANK: Final = {LAYERS: 6}
+PURPOSES: Final = {**SHARED, **PER_RANK}
+
+SETUP: Final = 0  # the step before the first trial
+
+
+class Streams:
+    """The random numbers of one run, all of them under one secret key."""
+
+    def __init__(
+        self,
+        seed: int | None,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+        *,
+        key: "Key | None" = None,
+    ) -> None:
+        """With a `key`, the random numbers of another `Streams`; `seed` is then unused."""
+        self.device, self.ranks = device, ranks
+        if key is not None:
+            self.key = key
+        elif seed is None:
+            # rank 0 draws the key: all ranks must make the same draws
+            self.key = Key(ranks.from_main(lambda: os.urandom(SECRET_KEY_BYTES)))
+        else:
+            self.key = Key(hashlib.shake_256(f"dpsur/{seed}".encode()).digest(SEEDED_KEY_BYTES))
+        prepare_kernels(device, secret=self.key.secret)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the key follows from a seed; the generator is then not a secure one."""
+        return not self.key.secret
+
+    def at(self, step: int | Tensor) -> "Draws":
+        """The draws of a step: `SETUP`, or the number of the trial from 1."""
+        return Draws(self, step)
+
+    def counts_below(self, bound: float, count: int, purpose: str, steps: range) -> list[int]:
+        """How many of the first so many uniform draws of each step are below a bound.
+
+        For a purpose whose draws are the same on all ranks.
+        """
+        address = (SHARED[purpose], 0, 0)
+        return count_below(self.key, steps, address, count, bound, self.device)
+
+    def on(self, device: torch.device) -> "Streams":
+        """The same random numbers, drawn on another device."""
+        return Streams(None, device, self.ranks, key=self.key)
+
+    def spawn(self, index: int) -> "Streams":
+        """Independent streams for one of several runs that share a seed."""
+        own, size = self.key.content, len(self.key.content)
+        digest = hashlib.blake2b(f"run {index}".encode(), key=own, digest_size=size)
+        return Streams(None, self.device, self.ranks, key=Key(digest.digest()))
+
+    def seed_for(self, purpose: str, step: int) -> int:
+        """A seed of 63 bits for a generator that is not ours."""
+        rank = self.ranks.rank + 1 if purpose in PER_RANK else 0
+        address = f"{PURPOSES[purpose]}/{rank}/{step}".encode()
+        digest = hashlib.blake2b(address, key=self.key.content, digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def positions(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps. Private: the key determines all draws."""
+        return {"key": torch.frombuffer(bytearray(self.key.content), dtype=torch.uint8)}
+
+    def restore(self, positions: Mapping[str, Tensor]) -> None:
+        """Continue with the draws of a saved run."""
+        saved, size = positions.get("key"), len(self.key.content)
+        if set(positions) != {"key"} or saved is None or saved.shape != (size,):
+            raise CheckpointError(
+                f"the checkpoint holds no key of random numbers of {size} bytes, which this run "
+                "needs; continue it with the version of dpsur that began it"
+            )
+        self.key = Key(bytes(saved.to(torch.uint8).tolist()))
+
+
+class Draws:
+    """The random numbers of one step."""
+
+    def __init__(self, streams: Streams, step: int | Tensor) -> None:
+        self._streams, self.step, self.ranks = streams, step, streams.ranks
+        self._found: dict[str, Stream] = {}
+
+    def __getitem__(self, purpose: str) -> "Stream":
+        if purpose not in self._found:
+            self._found[purpose] = Stream(self._streams, purpose, self.step)
+        return self._found[purpose]
+
+    @contextmanager
+    def global_randomness(self, purpose: str) -> Iterator[None]:
+        """Let code that only knows torch's global generator (dropout, initialisers) draw from here.
+
+        The global generators are put back afterwards.
+        """
+        with seeded_globally(self._streams.seed_for(purpose, int(self.step)), self._streams.device):
+            yield
+
+
+class Stream:
+    """The random numbers of one purpose in one step.
+
+    Draws without an offset follow one another. They are in double precision: uniform numbers are
+    multiples of 2^-53 in [0, 1), and noise is an integer over `DEVIATION`, a discrete Gaussian that
+    ends at 12.9 standard deviations (docs/privacy.md).
+    """
+
+    def __init__(self, streams: Streams, purpose: str, step: int | Tensor) -> None:
+        self._streams, self.purpose, self.step = streams, purpose, step
+        self.device, self.ranks = streams.device, streams.ranks
+        self._rank = streams.ranks.rank + 1 if purpose in PER_RANK else 0
+        self._next = 0
+
+    def uniform(self, count: int) -> Tensor:
+        address = self._address(count, None)
+        return draw_uniform(self._streams.key, self.step, address, count, self.device)
+
+    def normal(self, count: int, offset: int | None = None) -> Tensor:
+        """Noise of standard deviation 1; with an offset, that part of a longer draw."""
+        address = self._address(count, offset)
+        return draw_normal(self._streams.key, self.step, address, count, self.device)
+
+    def add_normal(
+        self,
+        values: Tensor,
+        scale: float | Tensor,
+        offset: int | None = None,
+        *,
+        in_place: bool = False,
+    ) -> Tensor:
+        """A vector on the grid of its noise, plus the noise; the bits are the same everywhere."""
+        address = self._address(values.numel(), offset)
+        return add_normal(self._streams.key, self.step, address, values, scale, in_place=in_place)
+
+    def skip(self, count: int) -> int:
+        """Leave out as many numbers as a draw would take; return where the first one stands."""
+        offset, block = self._next, self._streams.key.block
+        self._next = -block * (-(offset + count) // block)  # no counter serves two draws
+        return offset
+
+    def ahead(self) -> "Stream":
+        """The same purpose in the next step."""
+        return Stream(self._streams, self.purpose, self.step + 1)
+
+    def _address(self, count: int, offset: int | None) -> Address:
+        offset = self.skip(count) if offset is None else offset
+        return PURPOSES[self.purpose], self._rank, offset
+
+
+# --- draws by address ---------------------------------------------------------------------------
+
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _INCREMENTS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _ROUNDS = 10  # of Philox; of ChaCha20 as many double rounds
@@ -319,23 +494,9 @@ def add_normal(
             found[some] = noise.add_(steps).mul_(spacing)
             del noise  # before the next part is drawn
         return found
-    with torch.cuda.device(device):
-        kernel(
-            grid=(-(-blocks // _THREADS), 1, 1),
-            block=(_THREADS, 1, 1),
-            args=[
-                key.on(device),
-                _on_device(step, device),
-                values,
-                spacing,
-                found,
-                *table_on(device),
-                purpose,
-                rank,
-                *_two_halves(first),
-                count,
-            ],
-        )
+    place = (purpose, rank, *_two_halves(first))
+    given = [key.on(device), _on_device(step, device), values, spacing, found, *table_on(device)]
+    _launch(kernel, blocks, [*given, *place, count], device)
     return found
 
 
@@ -354,21 +515,17 @@ def count_below(
         found = [draw_uniform(key, step, address, count, device) < bound for step in steps]
         return [int(each) for each in torch.stack([one.sum() for one in found]).tolist()]
     counts = torch.zeros(len(steps), dtype=torch.int32, device=device)
-    with torch.cuda.device(device):
-        kernel(
-            grid=(-(-count // (key.block * _THREADS)), len(steps), 1),
-            block=(_THREADS, 1, 1),
-            args=[
-                key.on(device),
-                _on_device(steps.start, device),
-                torch.full((), bound, dtype=torch.float64, device=device),
-                counts,
-                purpose,
-                rank,
-                count,
-            ],
-        )
+    below = torch.full((), bound, dtype=torch.float64, device=device)
+    given = [key.on(device), _on_device(steps.start, device), below, counts, purpose, rank, count]
+    _launch(kernel, -(-count // key.block), given, device, rows=len(steps))
     return [int(each) for each in counts.tolist()]
+
+
+def _launch(
+    kernel: nvrtc.Kernel, threads: int, args: list[Any], device: torch.device, rows: int = 1
+) -> None:
+    with torch.cuda.device(device):
+        kernel(grid=(-(-threads // _THREADS), rows, 1), block=(_THREADS, 1, 1), args=args)
 
 
 def _draw(
@@ -526,24 +683,9 @@ def _on_cuda(
         return noise_of(words, step, address, drawn) if normal else _as_uniform(drawn)
     found = torch.empty(key.block * blocks, dtype=torch.float64, device=device)
     if blocks:
-        low, high = _two_halves(first)
-        with torch.cuda.device(device):
-            kernel(
-                grid=(-(-blocks // _THREADS), 1, 1),
-                block=(_THREADS, 1, 1),
-                args=[
-                    words,
-                    step,
-                    found,
-                    *table_on(device),
-                    purpose,
-                    rank,
-                    low,
-                    high,
-                    blocks,
-                    int(normal),
-                ],
-            )
+        place = (purpose, rank, *_two_halves(first))
+        given = [words, step, found, *table_on(device), *place, blocks, int(normal)]
+        _launch(kernel, blocks, given, device)
     return found
 
 
@@ -558,12 +700,9 @@ def _on_device(step: int | Tensor, device: torch.device) -> Tensor:
 
 
 def _two_halves(word: int) -> tuple[int, int]:
-    """The lower and the upper 32 bits, as a kernel takes them."""
-    return _signed(word & _HALF), _signed(word >> 32)
-
-
-def _signed(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word
+    """The lower and the upper 32 bits, as a kernel takes them: with a sign."""
+    low, high = struct.unpack("<ii", struct.pack("<Q", word))
+    return low, high
 
 
 def draw_words(key: Tensor, step: Tensor, place: tuple[int, int], block: Tensor) -> Tensor:
@@ -648,195 +787,3 @@ def _multiply(value: Tensor, by: int) -> tuple[Tensor, Tensor]:
 
 def _as_int64(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
-
-
-INIT: Final = "init"
-BATCH: Final = "batch"
-NOISE: Final = "noise"
-VAL_BATCH: Final = "val-batch"
-VAL_NOISE: Final = "val-noise"
-LAYERS: Final = "layers"
-STEERING: Final = "steering"  # noisy figures that an adaptive method steers by
-COINS: Final = "coins"  # which records of a sample are kept
-FEATURES: Final = "features"  # private statistics of the features
-HOLDOUT: Final = "holdout"  # noisy figures on held-out records
-# The number of a purpose is part of every address, so it must never change. SHARED draws are the
-# same on all ranks, or different parts of one draw; PER_RANK draws belong to one rank's records.
-SHARED: Final = {
-    INIT: 1,
-    BATCH: 2,
-    NOISE: 3,
-    VAL_BATCH: 4,
-    VAL_NOISE: 5,
-    STEERING: 7,
-    COINS: 8,
-    FEATURES: 9,
-    HOLDOUT: 10,
-}
-PER_RANK: Final = {LAYERS: 6}
-PURPOSES: Final = {**SHARED, **PER_RANK}
-
-SETUP: Final = 0  # the step before the first trial
-
-
-class Stream:
-    """The random numbers of one purpose in one step.
-
-    Draws without an offset follow one another. They are in double precision: uniform numbers are
-    multiples of 2^-53 in [0, 1), and noise is an integer over `DEVIATION`, a discrete Gaussian that
-    ends at 12.9 standard deviations (docs/privacy.md).
-    """
-
-    def __init__(self, streams: "Streams", purpose: str, step: int | Tensor) -> None:
-        self._streams, self.purpose, self._step = streams, purpose, step
-        self._rank = streams.ranks.rank + 1 if purpose in PER_RANK else 0
-        self._next = 0
-
-    @property
-    def device(self) -> torch.device:
-        return self._streams.device
-
-    @property
-    def ranks(self) -> Ranks:
-        return self._streams.ranks
-
-    def uniform(self, count: int) -> Tensor:
-        offset = self._advance(count)
-        address = (PURPOSES[self.purpose], self._rank, offset)
-        return draw_uniform(self._streams.key, self._step, address, count, self.device)
-
-    def normal(self, count: int, offset: int | None = None) -> Tensor:
-        """Noise of standard deviation 1; with an offset, that part of a longer draw."""
-        address = self._address(count, offset)
-        return draw_normal(self._streams.key, self._step, address, count, self.device)
-
-    def add_normal(
-        self,
-        values: Tensor,
-        scale: float | Tensor,
-        offset: int | None = None,
-        *,
-        in_place: bool = False,
-    ) -> Tensor:
-        """A vector on the grid of its noise, plus the noise; the bits are the same everywhere."""
-        address = self._address(values.numel(), offset)
-        return add_normal(self._streams.key, self._step, address, values, scale, in_place=in_place)
-
-    @property
-    def step(self) -> int | Tensor:
-        return self._step
-
-    def skip(self, count: int) -> int:
-        """Leave out as many numbers as a draw would take; return where the first one stands."""
-        return self._advance(count)
-
-    def ahead(self) -> "Stream":
-        """The same purpose in the next step."""
-        return Stream(self._streams, self.purpose, self._step + 1)
-
-    def _address(self, count: int, offset: int | None) -> Address:
-        offset = self._advance(count) if offset is None else offset
-        return PURPOSES[self.purpose], self._rank, offset
-
-    def _advance(self, count: int) -> int:
-        offset = self._next
-        block = self._streams.key.block
-        self._next = -block * (-(offset + count) // block)  # no counter serves two draws
-        return offset
-
-
-class Draws:
-    """The random numbers of one step."""
-
-    def __init__(self, streams: "Streams", step: int | Tensor) -> None:
-        self._streams, self.step = streams, step
-        self._found: dict[str, Stream] = {}
-
-    def __getitem__(self, purpose: str) -> Stream:
-        if purpose not in self._found:
-            self._found[purpose] = Stream(self._streams, purpose, self.step)
-        return self._found[purpose]
-
-    @property
-    def ranks(self) -> Ranks:
-        return self._streams.ranks
-
-    @contextmanager
-    def global_randomness(self, purpose: str) -> Iterator[None]:
-        """Let code that only knows torch's global generator (dropout, initialisers) draw from here.
-
-        The global generators are put back afterwards.
-        """
-        with seeded_globally(self._streams.seed_for(purpose, int(self.step)), self._streams.device):
-            yield
-
-
-class Streams:
-    """The random numbers of one run, all of them under one secret key."""
-
-    def __init__(
-        self,
-        seed: int | None,
-        device: torch.device,
-        ranks: Ranks = ALONE,
-        *,
-        key: Key | None = None,
-    ) -> None:
-        """With a `key`, the random numbers of another `Streams`; `seed` is then unused."""
-        self.device, self.ranks = device, ranks
-        if key is not None:
-            self.key = key
-        elif seed is None:
-            # rank 0 draws the key: all ranks must make the same draws
-            self.key = Key(ranks.from_main(lambda: os.urandom(SECRET_KEY_BYTES)))
-        else:
-            self.key = Key(hashlib.shake_256(f"dpsur/{seed}".encode()).digest(SEEDED_KEY_BYTES))
-        prepare_kernels(device, secret=self.key.secret)
-
-    @property
-    def seeded(self) -> bool:
-        """Whether the key follows from a seed; the generator is then not a secure one."""
-        return not self.key.secret
-
-    def at(self, step: int | Tensor) -> Draws:
-        """The draws of a step: `SETUP`, or the number of the trial from 1."""
-        return Draws(self, step)
-
-    def counts_below(self, bound: float, count: int, purpose: str, steps: range) -> list[int]:
-        """How many of the first so many uniform draws of each step are below a bound.
-
-        For a purpose whose draws are the same on all ranks.
-        """
-        address = (SHARED[purpose], 0, 0)
-        return count_below(self.key, steps, address, count, bound, self.device)
-
-    def on(self, device: torch.device) -> "Streams":
-        """The same random numbers, drawn on another device."""
-        return Streams(None, device, self.ranks, key=self.key)
-
-    def spawn(self, index: int) -> "Streams":
-        """Independent streams for one of several runs that share a seed."""
-        own, size = self.key.content, len(self.key.content)
-        digest = hashlib.blake2b(f"run {index}".encode(), key=own, digest_size=size)
-        return Streams(None, self.device, self.ranks, key=Key(digest.digest()))
-
-    def seed_for(self, purpose: str, step: int) -> int:
-        """A seed of 63 bits for a generator that is not ours."""
-        rank = self.ranks.rank + 1 if purpose in PER_RANK else 0
-        address = f"{PURPOSES[purpose]}/{rank}/{step}".encode()
-        digest = hashlib.blake2b(address, key=self.key.content, digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
-
-    def positions(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps. Private: the key determines all draws."""
-        return {"key": torch.frombuffer(bytearray(self.key.content), dtype=torch.uint8)}
-
-    def restore(self, positions: Mapping[str, Tensor]) -> None:
-        """Continue with the draws of a saved run."""
-        saved, size = positions.get("key"), len(self.key.content)
-        if set(positions) != {"key"} or saved is None or saved.shape != (size,):
-            raise CheckpointError(
-                f"the checkpoint holds no key of random numbers of {size} bytes, which this run "
-                "needs; continue it with the version of dpsur that began it"
-            )
-        self.key = Key(bytes(saved.to(torch.uint8).tolist()))
