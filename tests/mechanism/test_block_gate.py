@@ -20,18 +20,19 @@ from dpsur.mechanism.block_tests import median_of, noisy_sum
 from dpsur.mechanism.blocks import RateSearchTraining
 from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.proposer import GradientProposer
-from dpsur.mechanism.rate_choice import (
+from dpsur.mechanism.rate_search import (
     TOO_HIGH,
     TOO_LOW,
     USEFUL,
     WEAK,
+    Displacement,
+    RateSearch,
     TriedRate,
     best_exponent,
     between,
     classify,
     next_exponent,
 )
-from dpsur.mechanism.rate_search import Displacement, RateSearch
 from dpsur.mechanism.streams import NOISE, VAL_NOISE, Draws, Stream, Streams
 from dpsur.mechanism.trial import has_next, make_trial, start, train
 from dpsur.methods import Dpsgd, Dpsur
@@ -337,10 +338,10 @@ def metrics_of_separate_sensitivity(patch):
 
 
 def unclipped_loss_decreases(patch):
-    def wrong(problem, params, first, bound, rows):
-        return (problem.losses(first, rows) - problem.losses(params, rows)).double()[:, None]
+    def wrong(before, after, bound):
+        return (before - after).double()[:, None]
 
-    patch.setattr(block_tests, "loss_decreases", wrong)
+    patch.setattr(block_tests, "decreases_of", wrong)
 
 
 def half_the_noise_on_tests(patch):

@@ -31,8 +31,8 @@ def test_captured_trials_begin_their_tests_early_and_others_do_not():
     state, draws = procedure.initial_state(), Streams(0, torch.device("cpu")).at(1)
     assert procedure.propose(state, draws, torch.tensor(0)).test is None
     test = procedure.padded().propose(state, draws, torch.tensor(0)).test
-    assert test.before is not None
-    assert test.batch.mask is not None
+    assert test[1] is not None
+    assert test[0].mask is not None
 
 
 @pytest.mark.gpu

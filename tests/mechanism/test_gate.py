@@ -140,7 +140,7 @@ def test_a_test_that_was_begun_early_finds_the_same_losses(problem, padded):
     for early in (False, True):
         draws = Streams(3, torch.device("cpu")).at(1)
         begun = gate.begin(state, draws) if early else None
-        assert begun is None or "examples" not in vars(begun.batch)  # beside the gradients
+        assert begun is None or "examples" not in vars(begun[0])  # beside the gradients
         found.append(gate.judge(state, Candidate(other, test=begun), draws).private)
     assert found[0] == found[1]
 

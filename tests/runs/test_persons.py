@@ -17,8 +17,10 @@ from dpsur.functional import persons
 from dpsur.functional.persons import Groups, Persons, PersonTargets, choose_records, number_persons
 from dpsur.functional.records import Examples
 from dpsur.mechanism import block_tests
+from dpsur.mechanism.proposer import Sampler
 from dpsur.mechanism.streams import FEATURES, SETUP, Streams
 from dpsur.per_example import clipped_sum
+from dpsur.privacy.events import Gaussian
 from dpsur.privacy.statement import TEXTS, guarantee_rows
 from dpsur.runs import build_session as building
 from dpsur.runs.build_session import build_session
@@ -125,7 +127,7 @@ def a_person_is_one_row_with_at_most_k_records():
 def a_person_adds_a_row_of_norm_one_to_a_test():
     inputs, targets, names = records()
     problem = session_of(inputs, targets, names).problem
-    assert block_tests.class_count(problem) == 3
+    assert block_tests.RecordTests(Sampler(problem), Gaussian(1.0)).classes == 3
     values = block_tests.class_metrics(problem, problem.initial_params(), problem.train)
     assert values.shape == (len(problem.train), 2)
     assert float(values.norm(dim=1).max()) <= 1 + 1e-9

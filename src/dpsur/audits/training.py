@@ -1,8 +1,8 @@
 """One training run with canaries, held against what is claimed for it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.methods import Method
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.plan import Plan
 from dpsur.runs.build_session import build_session
 from dpsur.runs.session import Observer, Session
 
@@ -36,8 +35,7 @@ ONE_RUN = "one run"
 CURVE_DELTAS = (1e-5, 1e-4, 1e-3, 1e-2, 0.1)
 
 
-@dataclass(frozen=True)
-class Guesses:
+class Guesses(NamedTuple):
     """How many canaries were guessed, and how many rightly."""
 
     canaries: int
@@ -53,48 +51,9 @@ def guess(scores: Tensor, included: Tensor, made: int) -> Guesses:
     return Guesses(len(scores), 2 * half, int(right))
 
 
-@dataclass(frozen=True)
-class OneRun:
-    """What the guesses say, the best of all numbers of guesses that were tried.
-
-    `lower` holds for any trade-off curve, `gaussian` for Gaussian ones, each with half of the error
-    that the confidence leaves; `p_value` is of the claimed curve.
-    """
-
-    lower: float
-    gaussian: float
-    p_value: float
-    guesses: tuple[Guesses, ...]
-
-
 def each_confidence(confidence: float, tried: int) -> float:
     """Of each bound, where this many share half of the error; the other half is the p-value's."""
     return 1 - (1 - confidence) / (2 * tried)
-
-
-def judge_guesses(
-    tried: Sequence[Guesses],
-    curve: Sequence[tuple[float, float]],
-    delta: float,
-    confidence: float,
-) -> OneRun:
-    """Bounds and p-value, corrected for the numbers of guesses that were tried."""
-    each = each_confidence(confidence, len(tried))
-    counts = [(g.canaries, g.made, g.correct) for g in tried]
-    inverse = claimed_curve(curve)
-    return OneRun(
-        max(epsilon_of_guesses(*count, delta, each) for count in counts),
-        max(gaussian_epsilon_of_guesses(*count, delta, each) for count in counts),
-        min(1.0, len(tried) * min(tail_probability_under(inverse, *count) for count in counts)),
-        tuple(tried),
-    )
-
-
-def claimed_points(plan: Plan) -> list[tuple[float, float]]:
-    """What is claimed at the budget's delta, and at larger ones that the plan covers."""
-    larger = (delta for delta in CURVE_DELTAS if delta > plan.budget.delta)
-    deltas = (plan.budget.delta, *filter(plan.supports_delta, larger))
-    return [(plan.epsilon(delta), delta) for delta in deltas]
 
 
 def audit_training(
@@ -155,23 +114,30 @@ def audit_training(
     scores = planted.scores(of_records, progress.state.released_params).cpu()
     included = planted.included.cpu()
     tried = [guess(scores, included, int(share * len(scores))) for share in GUESSED_SHARES]
-    points = claimed_points(session.plan)
-    found = judge_guesses(tried, points, budget.delta, confidence)
+    # What is claimed at the budget's delta, and at larger ones that the plan covers.
+    plan, larger = session.plan, (delta for delta in CURVE_DELTAS if delta > budget.delta)
+    deltas = (budget.delta, *filter(plan.supports_delta, larger))
+    points = [(plan.epsilon(delta), delta) for delta in deltas]
+    # The best of all numbers of guesses, corrected for how many were tried: a bound for any
+    # trade-off curve, one for Gaussian curves, and the p-value of the claimed curve.
+    each, inverse = each_confidence(confidence, len(tried)), claimed_curve(points)
+    tails = [tail_probability_under(inverse, *guesses) for guesses in tried]
+    gaussian = [gaussian_epsilon_of_guesses(*guesses, budget.delta, each) for guesses in tried]
     return Finding(
         audit=ONE_RUN,
         subject=subject,
         accounting=accounting,
         claimed=points[0][0],
         delta=budget.delta,
-        lower=found.lower,
+        lower=max(epsilon_of_guesses(*guesses, budget.delta, each) for guesses in tried),
         confidence=confidence,
-        p_value=found.p_value,
+        p_value=min(1.0, len(tried) * min(tails)),
         details={
-            "gaussian_lower": found.gaussian,
+            "gaussian_lower": max(gaussian),
             "canaries": len(scores),
             "included": int(included.sum()),
-            "guesses": [[g.made, g.correct] for g in found.guesses],
-            "updates": session.plan.length,
+            "guesses": [[g.made, g.correct] for g in tried],
+            "updates": plan.length,
             "records": len(planted.train),
             **({} if groups is None else {"records_per_person": records_per_person}),
             "seed": seed,

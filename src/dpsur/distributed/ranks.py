@@ -168,7 +168,9 @@ class Ranks:
             yield
         except BaseException as error:
             if not isinstance(error, DistributedError):
-                self._leave_note(error)
+                said = str(error) if isinstance(error, DpsurError) else type(error).__name__
+                with suppress(Exception):
+                    _store().set(_FAILURE, f"rank {self.rank} has stopped: {said}")
             if self.owned:  # closed connections end the ranks that wait for this one
                 _close()
             raise
@@ -179,12 +181,6 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise DistributedError(self._what_happened(error)) from error
-
-    def _leave_note(self, error: BaseException) -> None:
-        kind = type(error).__name__
-        said = str(error) if isinstance(error, DpsurError) else kind
-        with suppress(Exception):
-            _store().set(_FAILURE, f"rank {self.rank} has stopped: {said}")
 
     def _what_happened(self, error: RuntimeError) -> str:
         with suppress(Exception):
@@ -281,14 +277,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def is_distributed() -> bool:
     """Whether this process is one of several, by `torchrun` or a process group that is there."""
-    return _world_size() > 1
-
-
-def _world_size() -> int:
     if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
+        return dist.get_world_size() > 1
     given = os.environ.get("WORLD_SIZE", "1")
-    return int(given) if given.isdecimal() else 1
+    return given.isdecimal() and int(given) > 1
 
 
 def restarted() -> bool:

@@ -81,7 +81,13 @@ class RecordTests:
 
     @cached_property
     def classes(self) -> int:
-        return class_count(self.sampler.problem)
+        """How many classes outputs are scores of, where targets are indices of them; else 0."""
+        problem = self.sampler.problem
+        one = problem.train.part(slice(1))
+        inputs, targets = record_rows(one.inputs), record_rows(one.targets)
+        if not _are_labels(targets):
+            return 0
+        return classes_of(problem.outputs(problem.initial_params(), inputs), targets)
 
     def total(self, quantity: str, state: State, draws: Draws) -> Tensor:
         problem = self.sampler.problem
@@ -96,16 +102,17 @@ class RecordTests:
 
     def _values(self, quantity: str, state: State, rows: Examples) -> Tensor:
         problem = self.sampler.problem
-        if quantity == GRADIENT_NORM:
-            return gradient_bins(problem, state.params, rows)
-        if quantity == LOSS_SCALE:
-            return loss_bins(problem, state.params, rows)
         if quantity == SCORE:
             return class_metrics(problem, state.params, rows)
+        if quantity == GRADIENT_NORM:
+            return bins_of(clipped_norms(problem, state.params, rows, math.inf))
+        losses = record_losses(problem, state.params, rows)
+        if quantity == LOSS_SCALE:
+            return bins_of(losses.double().abs())
         assert state.saved is not None
         assert state.memory is not None
-        first, bound = state.saved[START], state.memory["loss_scale"]
-        return loss_decreases(problem, state.params, first, bound, rows)
+        before = record_losses(problem, state.saved[START], rows)
+        return decreases_of(before, losses, state.memory["loss_scale"])
 
     def _shares(self, draws: Draws) -> Iterator[tuple[Examples, Tensor | None]]:
         """This rank's share of the records to test on; a masked record where it has none."""
@@ -155,21 +162,12 @@ def standard_error(plan: Plan, records: int) -> float:
 # --- what a record adds to a test: a row of L2 norm at most 1, whatever the record is -------------
 
 
-def class_count(problem: Problem) -> int:
-    """How many classes outputs are scores of, where targets are indices of them; else 0."""
-    one = problem.train.part(slice(1))
-    inputs, targets = record_rows(one.inputs), record_rows(one.targets)
-    if not _are_labels(targets):
-        return 0
-    return classes_of(problem.outputs(problem.initial_params(), inputs), targets)
-
-
 def _are_labels(targets: Any) -> bool:
     return isinstance(targets, Tensor) and targets.dim() == 1 and targets.dtype == torch.int64
 
 
 def classes_of(outputs: Any, targets: Any) -> int:
-    """The same from the outputs and the targets of some records."""
+    """How many classes the outputs of some records are scores of; 0 without labels."""
     scores = isinstance(outputs, Tensor) and outputs.dim() == 2 and outputs.shape[1] > 1
     return int(outputs.shape[1]) if scores and _are_labels(targets) else 0
 
@@ -206,30 +204,11 @@ def metrics_of(outputs: Tensor, targets: Tensor) -> Tensor:
     return values / longest.clamp(min=1)
 
 
-def loss_decreases(
-    problem: Problem, params: Params, first: Params, bound: Tensor, rows: Examples
-) -> Tensor:
-    """By how much a record's loss is below that at the first weights, clipped, in [-1, 1]."""
-    return decreases_of(
-        record_losses(problem, first, rows), record_losses(problem, params, rows), bound
-    )
-
-
 def decreases_of(before: Tensor, after: Tensor, bound: Tensor) -> Tensor:
-    """The same from the losses at the first weights and at those to test."""
+    """By how much a record's loss is below that at the first weights, clipped, in [-1, 1]."""
     difference = before.double() - after.double()
     clipped = (difference / bound).clamp(-1, 1)
     return torch.where(difference.isfinite(), clipped, -1.0)[:, None]
-
-
-def gradient_bins(problem: Problem, params: Params, rows: Examples) -> Tensor:
-    """A one in the bin of the record's gradient norm."""
-    return bins_of(clipped_norms(problem, params, rows, math.inf))
-
-
-def loss_bins(problem: Problem, params: Params, rows: Examples) -> Tensor:
-    """A one in the bin of the size of the record's loss."""
-    return bins_of(record_losses(problem, params, rows).double().abs())
 
 
 def bins_of(sizes: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ such as the tests of blocks of updates, are made on the host's command between c
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,15 +41,6 @@ from dpsur.privacy.plan import Plan
 LEAST_WORK = 1e8
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """What the host reads after a block."""
-
-    trials: Tensor
-    updates: Tensor
-    overflow: Tensor
-
-
 class CapturedTrial:
     """A trial of a padded procedure, captured once; its state stays in fixed memory.
 
@@ -73,11 +63,10 @@ class CapturedTrial:
         self._state = own(progress, owned=owned).state
         self._addresses = self._current_addresses()
         ledger = progress.ledger
-        self._counts = _Counts(
-            torch.tensor(ledger.trials, device=device),
-            torch.tensor(ledger.updates, device=device),
-            torch.tensor(False, device=device),
-        )
+        # What the host reads after a block.
+        self._trials = torch.tensor(ledger.trials, device=device)
+        self._updates = torch.tensor(ledger.updates, device=device)
+        self._overflow = torch.tensor(False, device=device)
         self._names: tuple[str, ...] = ()
         self._rows = torch.zeros(block, 0, device=device, dtype=torch.float64)
         self._first = torch.tensor(ledger.trials, device=device)
@@ -113,7 +102,7 @@ class CapturedTrial:
 
         They are fewer than `count` if the batch of the next one is known to have no room.
         """
-        self._first.copy_(self._counts.trials)
+        self._first.copy_(self._trials)
         self._other_steps.fill_(ledger.steps - ledger.trials)
         if self._position is not None:
             self._position.fill_(self._plan.position(ledger))
@@ -168,10 +157,32 @@ class CapturedTrial:
         return [self._at(level) for level in levels]
 
     def _at(self, level: int | None) -> Callable[[], None]:
-        """A trial at a level of padding, made when it is first needed."""
-        if level not in self._by_level:
-            self._by_level[level] = self._made(level)
-        return self._by_level[level]
+        """A trial at a level of padding, made when it is first needed.
+
+        On CUDA it is captured, and state and counts are left alone.
+        """
+        if level in self._by_level:
+            return self._by_level[level]
+
+        def trial_in_room() -> None:
+            tokens = padding_level.set(level), host_batch.set(self._host_batches.batch)
+            try:
+                self._trial()
+            finally:
+                padding_level.reset(tokens[0])
+                host_batch.reset(tokens[1])
+
+        made, device = trial_in_room, self._state.updates.device
+        if device.type == "cuda":
+            self._host_batches.resolve()
+            self._live.fill_(False)
+            try:
+                calls = 1 if self._by_level else WARM_UP_CALLS  # kernels are known then
+                made = capture_graph(trial_in_room, device, pool=self._pool, warm_up=calls)
+            finally:
+                self._live.fill_(True)
+        self._by_level[level] = made
+        return made
 
     def _sized_batches(self) -> list[DpGradient | LossTestGate]:
         """The sources of batches, if several padded sizes pay: where trials are large."""
@@ -187,10 +198,8 @@ class CapturedTrial:
 
     def read(self) -> tuple[int, int, bool]:
         """Trials, updates and whether a batch overflowed: the one synchronisation per block."""
-        counts = self._counts
-        trials, updates, overflow = torch.stack(
-            [counts.trials, counts.updates, counts.overflow.long()]
-        ).tolist()
+        counts = [self._trials, self._updates, self._overflow.long()]
+        trials, updates, overflow = torch.stack(counts).tolist()
         return trials, updates, bool(overflow)
 
     def state(self) -> State:
@@ -212,38 +221,34 @@ class CapturedTrial:
 
     def restore(self, progress: Progress) -> None:
         """Continue from a progress that was made elsewhere."""
-        self._put(progress.state)
-        self._counts.trials.fill_(progress.ledger.trials)
-        self._counts.updates.fill_(progress.ledger.updates)
-        self._counts.overflow.fill_(False)
-
-    def _put(self, state: State) -> None:
-        if state is not self._state:
-            map_tensors(Tensor.copy_, self._state, state, together=elementwise)
+        if progress.state is not self._state:
+            map_tensors(Tensor.copy_, self._state, progress.state, together=elementwise)
+        self._trials.fill_(progress.ledger.trials)
+        self._updates.fill_(progress.ledger.updates)
+        self._overflow.fill_(False)
 
     def _trial(self) -> None:
         """One trial, written so that a replay after the end of the plan changes nothing."""
-        counts = self._counts
-        room = (counts.trials < self._plan.trials) & self._live
-        active, position = room, counts.trials
+        room = (self._trials < self._plan.trials) & self._live
+        active, position = room, self._trials
         if self._plan.updates is not None:
-            active = room & (counts.updates < self._plan.updates)
-            position = counts.updates
+            active = room & (self._updates < self._plan.updates)
+            position = self._updates
         position = position if self._position is None else self._position
         counted = room if self._plan.run_all_trials else active
         _, verdict = trial(
             self._procedure,
             self._state,
-            self._streams.at(counts.trials + self._other_steps + 1),
+            self._streams.at(self._trials + self._other_steps + 1),
             position,
             active=active,
             out=self._state,
         )
         self._note(verdict)
         if verdict.overflow is not None:
-            counts.overflow.logical_or_(verdict.overflow & counted)
-        counts.trials.add_(counted)
-        counts.updates.add_(verdict.accept)
+            self._overflow.logical_or_(verdict.overflow & counted)
+        self._trials.add_(counted)
+        self._updates.add_(verdict.accept)
 
     def _note(self, verdict: Verdict) -> None:
         values = [verdict.accept, *verdict.private.values()]
@@ -253,30 +258,8 @@ class CapturedTrial:
             self._rows = torch.zeros(
                 len(self._rows), len(row), device=row.device, dtype=torch.float64
             )
-        place = (self._counts.trials - self._first).clamp(max=len(self._rows) - 1)
+        place = (self._trials - self._first).clamp(max=len(self._rows) - 1)
         self._rows.index_copy_(0, place.reshape(1), row.reshape(1, -1))
-
-    def _made(self, level: int | None) -> Callable[[], None]:
-        """A trial at a level of padding; on CUDA captured, state and counts left alone."""
-
-        def trial_in_room() -> None:
-            tokens = padding_level.set(level), host_batch.set(self._host_batches.batch)
-            try:
-                self._trial()
-            finally:
-                padding_level.reset(tokens[0])
-                host_batch.reset(tokens[1])
-
-        device = self._state.updates.device
-        if device.type != "cuda":
-            return trial_in_room
-        self._host_batches.resolve()
-        self._live.fill_(False)
-        try:
-            calls = 1 if self._by_level else WARM_UP_CALLS  # kernels are known then
-            return capture_graph(trial_in_room, device, pool=self._pool, warm_up=calls)
-        finally:
-            self._live.fill_(True)
 
 
 def _copy(state: State) -> State:

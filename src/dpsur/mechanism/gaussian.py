@@ -118,11 +118,7 @@ def exact_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
     """A Poisson sample as it is drawn."""
     following = stream.ahead()
     rows = poisson_sample(len(examples), rate, stream)
-    return _fetched(_share(examples, rows, stream.ranks), exact_rows, rate, following)
-
-
-def exact_rows(examples: Examples, rate: float, stream: Stream) -> Tensor:
-    return stream.ranks.own(poisson_sample(len(examples), rate, stream))
+    return _fetched(_share(examples, rows, stream.ranks), rate, following)
 
 
 def _share(examples: Examples, rows: Tensor, ranks: Ranks) -> Batch:
@@ -130,14 +126,15 @@ def _share(examples: Examples, rows: Tensor, ranks: Ranks) -> Batch:
     return Batch(examples, rows=ranks.own(rows), ranks=ranks, total=len(rows))
 
 
-def _fetched(
-    batch: Batch, rows_of: Callable[[Examples, float, Stream], Tensor], rate: float, ahead: Stream
-) -> Batch:
+def _fetched(batch: Batch, rate: float, ahead: Stream, *, padded: bool = False) -> Batch:
     """Gather a batch of records that stay on the host, and start with the next one."""
     data = batch.data
     if not isinstance(data, HostExamples) or batch.rows is None:
         return batch
-    following = rows_of(data, rate, ahead)
+    joins = _joins(len(data), rate, ahead)
+    following: Tensor | None = ahead.ranks.own(joins.nonzero()[:, 0])
+    if padded:
+        following = _padded(data, rate, joins, ahead.ranks).rows
     return replace(batch, data=data.fetch(batch.rows, following, ahead.purpose), rows=None)
 
 
@@ -232,14 +229,8 @@ def steady_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
         batch = _padded(examples, rate, joins, stream.ranks, level)
     if batch.overflow is not None and bool(batch.overflow):
         whole = _share(examples, joins.nonzero()[:, 0], stream.ranks)
-        return _fetched(whole, exact_rows, rate, following)
-    return _fetched(replace(batch, overflow=None), _padded_rows, rate, following)
-
-
-def _padded_rows(examples: Examples, rate: float, stream: Stream) -> Tensor:
-    rows = padded_batch(examples, rate, stream).rows
-    assert rows is not None
-    return rows
+        return _fetched(whole, rate, following)
+    return _fetched(replace(batch, overflow=None), rate, following, padded=True)
 
 
 # Sees every sum before its noise, and says which one gets it (`audits/neighbour.py`).

@@ -46,10 +46,6 @@ class Optimizer(Protocol):
         ...
 
 
-def _zeros(params: Params) -> Params:
-    return elementwise(torch.zeros_like, params)
-
-
 def _count(params: Params) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)
 
@@ -64,7 +60,7 @@ class Sgd:
         checks.fraction_below_one("momentum", self.momentum)
 
     def init(self, params: Params) -> OptimizerState:
-        return OptimizerState(_count(params), {"velocity": _zeros(params)})
+        return OptimizerState(_count(params), {"velocity": elementwise(torch.zeros_like, params)})
 
     def step(
         self, params: Params, gradient: Params, state: OptimizerState, learning_rate: Tensor
@@ -96,7 +92,7 @@ class Adam:
         checks.positive("adam_eps", self.eps)
 
     def init(self, params: Params) -> OptimizerState:
-        moments = {"mean": _zeros(params), "square": _zeros(params)}
+        moments = {name: elementwise(torch.zeros_like, params) for name in ("mean", "square")}
         return OptimizerState(_count(params), moments)
 
     def step(
@@ -125,22 +121,10 @@ class Adam:
         return moved, OptimizerState(step, {"mean": mean, "square": square})
 
 
-def _constant(progress: Tensor) -> Tensor:
-    return torch.ones_like(progress)
-
-
-def _linear(progress: Tensor) -> Tensor:
-    return 1 - progress
-
-
-def _cosine(progress: Tensor) -> Tensor:
-    return 0.5 * (1 + torch.cos(math.pi * progress))
-
-
 SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
-    "constant": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
+    "constant": torch.ones_like,
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: 0.5 * (1 + torch.cos(math.pi * progress)),
 }
 
 

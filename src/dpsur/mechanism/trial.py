@@ -142,14 +142,6 @@ def mean_loss(problem: Problem, params: Params, batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class StartedTest:
-    """What of a test does not need the candidate: its batch, and the loss before."""
-
-    batch: Batch
-    before: Tensor
-
-
-@dataclass(frozen=True)
 class AlwaysAccept:
     """No gate: every candidate is kept."""
 
@@ -185,23 +177,23 @@ class LossTestGate:
     keep_momentum: bool = False
     draw: Draw = steady_batch
 
-    def begin(self, state: State, draws: Draws) -> StartedTest:
-        """Draw the batch, and evaluate the current model.
+    def begin(self, state: State, draws: Draws) -> tuple[Batch, Tensor]:
+        """What does not need the candidate: the batch, and the loss of the current model on it.
 
         The rows of the batch are gathered for this, and again for the candidate: otherwise they
         would take memory beside the gradients.
         """
         batch = self._fresh_batch(draws)
-        return StartedTest(batch, mean_loss(self.problem, state.params, replace(batch)))
+        return batch, mean_loss(self.problem, state.params, replace(batch))
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
-        new, begun = candidate.state.params, candidate.test
-        if begun is None:
+        new = candidate.state.params
+        if candidate.test is None:
             batch = self._fresh_batch(draws)
             after, before = mean_losses(self.problem, new, state.params, batch)
         else:
-            batch = begun.batch
-            after, before = mean_loss(self.problem, new, batch), begun.before
+            batch, before = candidate.test
+            after = mean_loss(self.problem, new, batch)
         difference = after - before
         accept = self.rule.decide(difference, draws[VAL_NOISE])
         private = {"loss": after, "loss_difference": difference}
@@ -273,16 +265,6 @@ class Selective:
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:
         return self.gate.after_rejection(state, candidate)
-
-    @property
-    def updates_in_place(self) -> bool:
-        """Whether nothing is ever undone, so that a trial needs no second copy of the state."""
-        # exact types: a subclass may do more than these do
-        kinds = type(self), type(self.proposer), type(self.gate)
-        if kinds != (Selective, GradientProposer, AlwaysAccept):
-            return False
-        # Some weights after the others: a custom optimizer may need them all at once.
-        return type(getattr(self.proposer, "optimizer", None)) in (Sgd, Adam)
 
     def update_in_place(
         self, state: State, draws: Draws, position: Tensor, active: Tensor | None
@@ -383,8 +365,14 @@ def undone_if_interrupted(candidate: Candidate) -> Iterator[None]:
 
 
 def updates_in_place(procedure: Procedure) -> TypeGuard[Selective]:
-    """Whether trials of a procedure need no second copy of its state."""
-    return isinstance(procedure, Selective) and procedure.updates_in_place
+    """Whether nothing is ever undone, so that a trial needs no second copy of the state."""
+    # exact types: a subclass may do more than these do
+    if not isinstance(procedure, Selective) or type(procedure) is not Selective:
+        return False
+    if (type(procedure.proposer), type(procedure.gate)) != (GradientProposer, AlwaysAccept):
+        return False
+    # Some weights after the others: a custom optimizer may need them all at once.
+    return type(getattr(procedure.proposer, "optimizer", None)) in (Sgd, Adam)
 
 
 def keep(accept: Tensor, candidate: State, current: State, out: State | None = None) -> State:
