@@ -33,8 +33,8 @@ from dpsur.errors import DpsurError
 from dpsur.functional.process_settings import seeded_globally, widen
 from dpsur.functional.tree import (
     Params,
+    empty_like,
     flatten,
-    from_vector,
     keep,
     map_tensors,
     tensors_of,
@@ -225,7 +225,9 @@ class _Graphs:
         device = given[0].device
         if self.totals and next(iter(self.totals.values())).device != device:
             self.totals, self._graphs = {}, {}  # the model has moved
-        self.totals = self.totals or self._empty_totals()
+        if not self.totals:
+            trained = self._records.trained
+            self.totals = empty_like({n: widen(value.detach()) for n, value in trained.items()})
         graph = kind(
             Surroundings(self._owner, self._records.models),
             [value.new_empty(room, *value.shape[1:]) for value in given],
@@ -264,18 +266,10 @@ class _Graphs:
             return None
 
     def _begin(self, sums: Sums) -> None:
-        """Before the first replay of a step."""
+        """Before a replay: the totals of another step are forgotten."""
         if sums.captured is None:
             torch._foreach_zero_(list(self.totals.values()))
             sums.captured = self.totals
-
-    def _empty_totals(self) -> Params:
-        trained = {name: widen(value.detach()) for name, value in self._records.trained.items()}
-        if len({value.dtype for value in trained.values()}) > 1:
-            return {name: torch.zeros_like(value) for name, value in trained.items()}
-        first = next(iter(trained.values()))
-        vector = first.new_zeros(sum(value.numel() for value in trained.values()))
-        return from_vector(vector, trained)
 
     def _give_up(self, why: str) -> None:
         self.why_not = why
@@ -460,8 +454,6 @@ class Surroundings:
         # name for logs, how to look it up again, what it was
         self._numbers: list[tuple[str, Callable[[], Any], Any]] = []
         self._objects: list[tuple[str, Callable[[], Any], Any]] = []
-        self._tensors: list[tuple[str, Tensor, int]] = []
-        self._sizes: list[tuple[str, Any, int]] = []
         self._generators: list[Any] = []  # that the function may draw from, on the host
         for name, look_up in _readings(owner, models):
             self._add(name, look_up)
@@ -473,13 +465,13 @@ class Surroundings:
             return
         self._objects.append((name, look_up, value))
         if isinstance(value, Tensor):
-            self._tensors.append((name, value, value.data_ptr()))
+            self._numbers.append((name, value.data_ptr, value.data_ptr()))
             if value.device.type == "cpu" and value.numel() == 1:  # which a graph would keep
                 self._numbers.append((name, value.item, value.item()))
         elif isinstance(value, (random.Random, np.random.Generator, torch.Generator)):
             self._generators.append(value)
         elif not inside and isinstance(value, (dict, list, tuple)) and len(value) <= MOST_ITEMS:
-            self._sizes.append((name, value, len(value)))
+            self._numbers.append((name, value.__len__, len(value)))
             for key in list(value) if isinstance(value, dict) else range(len(value)):
                 # under the name of the whole: keys of a dictionary may be data
                 self._add(name, partial(_item, value, key), inside=True)
@@ -504,13 +496,7 @@ class Surroundings:
             now = look_up()  # anything may stand there by now
             if now is not value and (type(now) is not type(value) or now != value):
                 return name
-        for name, look_up, value in self._objects:
-            if look_up() is not value:
-                return name
-        for name, value, place in self._tensors:
-            if value.data_ptr() != place:
-                return name
-        return next((name for name, held, size in self._sizes if len(held) != size), None)
+        return next((name for name, get, value in self._objects if get() is not value), None)
 
 
 def _item(held: Any, key: Any) -> Any:

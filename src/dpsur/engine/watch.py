@@ -54,7 +54,6 @@ class WatchedCall:
 
     tape: Tape | None
     rows: int
-    outputs: list[Tensor] = field(default_factory=list)
     # the outputs themselves, and how many hooks they had when the model returned them
     returned: list[tuple[Tensor, int]] = field(default_factory=list)
     cut: dict[tuple[Any, int], "WatchedCall"] = field(default_factory=dict)
@@ -268,7 +267,6 @@ class Watcher(TrainedModule):
         def note(value: Tensor) -> Tensor:
             if value.grad_fn is not None:
                 call.cut[value.grad_fn, value.output_nr] = call
-                call.outputs.append(value.detach())
                 call.returned.append((value, _hooks(value)))
             return value
 
@@ -403,7 +401,8 @@ class Watcher(TrainedModule):
             call.tape.recording = False
             with torch.no_grad(), precision(tf32=False):
                 call.tape.carry_back()
-                call.tape.spoiled = rows_with_nan(call.outputs, call.rows)
+                outputs = [value.detach() for value, _ in call.returned]
+                call.tape.spoiled = rows_with_nan(outputs, call.rows)
             if tapes and not apart:
                 tapes[0].join(call.tape)
             else:
