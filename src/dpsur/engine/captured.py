@@ -99,14 +99,11 @@ class _Graph:
 
     @property
     def keep(self) -> Tensor:
-        """Which places hold records."""
         return self.rows < self.count
 
 
 @dataclass(eq=False)
 class _CallGraph(_Graph):
-    """A graph of a forward pass and one of its backward pass."""
-
     constant: list[bool] = field(default_factory=list)  # which outputs have no gradient
     gradients: list[Tensor] = field(default_factory=list)
     tape: Tape | None = None
@@ -293,7 +290,6 @@ class GradientGraphs(_Graphs):
         args: tuple[Any, ...],
         kwargs: Any,
     ) -> Found | None:
-        """Add the clipped gradients of a batch to its sums; None where it has to run eagerly."""
         values = _inputs((args, kwargs))
 
         def capture(room: int) -> Any:
@@ -345,7 +341,6 @@ class CallGraphs(_Graphs):
     def run(
         self, function: Callable[[Any], Any], batch: Any, count: int, most: int | None
     ) -> CapturedCall | None:
-        """Outputs of a call with records in front; None where it has to run eagerly."""
         sums = self._module.sums
         if not torch.is_grad_enabled() or self._forward_in is sums:
             return None
@@ -500,7 +495,6 @@ class Surroundings:
 
 
 def _item(held: Any, key: Any) -> Any:
-    """What stands in a list or dictionary; None for nothing."""
     try:
         return held[key]
     except (KeyError, IndexError):
@@ -568,7 +562,6 @@ def _is_library(home: str) -> bool:
 
 
 def _has_attributes(value: Any) -> bool:
-    """Whether it is an object, a class or a Python module of the user's."""
     if isinstance(value, (Tensor, nn.Module)) or not hasattr(value, "__dict__"):
         return False
     if isinstance(value, ModuleType):
@@ -579,7 +572,6 @@ def _has_attributes(value: Any) -> bool:
 
 
 def _names_in(functions: Sequence[FunctionType]) -> list[str]:
-    """Names that functions read from elsewhere, those of functions inside of them included."""
     ahead, found = [one.__code__ for one in functions], {"__call__"}
     while ahead:
         code = ahead.pop()
@@ -589,7 +581,6 @@ def _names_in(functions: Sequence[FunctionType]) -> list[str]:
 
 
 def _globals_in(code: CodeType) -> list[str]:
-    """Those that are globals, and not attributes of something."""
     own = [one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"]
     inner = [_globals_in(one) for one in code.co_consts if isinstance(one, CodeType)]
     return [*own, *(name for names in inner for name in names)]
@@ -607,7 +598,6 @@ def _is_input(value: Any) -> bool:
 
 
 def _inputs(arguments: Any) -> list[Any]:
-    """Tensors and numbers with a fraction among the arguments of a step."""
     found: list[Any] = []
     map_tensors(
         found.append,

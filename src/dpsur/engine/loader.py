@@ -114,7 +114,6 @@ class PrivateBatch:
         return False  # what it holds is nobody's business
 
     def to(self, *args: Any, **kwargs: Any) -> "PrivateBatch":
-        """The same records on a device; a private step moves them by itself."""
         return self._map(lambda value: value.to(*args, **kwargs))
 
     def pin_memory(self, *_: Any) -> "PrivateBatch":
@@ -288,7 +287,6 @@ class Microbatch:
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse a loader that Poisson sampling cannot take the place of."""
     if not isinstance(loader, DataLoader):
         raise InvalidInputError(
             f"data_loader must be a torch.utils.data.DataLoader, got {type(loader).__name__}"
@@ -554,7 +552,6 @@ class PrivateLoader(DataLoader[Any]):
 
 
 def _of_equal_size(units: list[Any], most: int) -> list[list[Any]]:
-    """The same tuples in lists of at most `most`, each list of tuples of one length."""
     found: dict[int, list[Any]] = {}
     for unit in units:
         found.setdefault(len(unit), []).append(unit)

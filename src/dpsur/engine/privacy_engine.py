@@ -429,7 +429,6 @@ class PrivacyEngine(PrivateLoop):
         return privacy_statement(plan, self.accountant.charged, facts)
 
     def _settings(self, plan: Plan) -> dict[str, Any]:
-        """What `make_private` was given, with what it has chosen."""
         gate, metrics = self._mechanism.gate, self._mechanism.metrics
         found: dict[str, Any] = {
             "batch_size": self.expected_batch_size,
@@ -496,7 +495,6 @@ class PrivacyEngine(PrivateLoop):
         return Checkpoint(self._fingerprint(), ledger, tensors, more).to_plain()
 
     def _fingerprint(self) -> Fingerprint:
-        """What tells this training from others: the settings that a checkpoint is tied to."""
         plan, delta = self.accountant.plan, self.accountant.delta
         details = None if plan is None else plan.to_json()
         return Fingerprint.of(

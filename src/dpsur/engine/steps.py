@@ -85,7 +85,6 @@ class PrivateStep:
         update_wrapper(self, self.function)
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Make a step with a batch of the private loader."""
         figures = self.engine.clip_batch(self, batch, args, kwargs)
         self.engine._optimizer.step()
         return figures
@@ -195,7 +194,6 @@ class PrivateLoop:
 
     @property
     def _sample(self) -> tuple[int, float]:
-        """The records that this rank draws from, and at which rate."""
         return -(-self._units.size // self._streams.ranks.size), self._units.rate
 
     def _batch_streams(self) -> Streams:
@@ -269,7 +267,6 @@ class PrivateLoop:
 
     @property
     def _test_was_interrupted(self) -> bool:
-        """Whether a test of a block was charged and then not made."""
         return self.accountant.tests > int(memory_of(self._at_hand())["tests"])
 
     def _check_size(self) -> None:
@@ -282,7 +279,6 @@ class PrivateLoop:
             )
 
     def yielded(self, batch: Microbatch, content: Any) -> None:
-        """The loader is about to yield a microbatch."""
         self._check_size()
         self._make_tests()  # where one was interrupted
         if not batch.before and self.due is not None:
@@ -341,7 +337,6 @@ class PrivateLoop:
             raise
 
     def check_refusal(self) -> None:
-        """Refuse everything after a refusal for coupling."""
         if self._refused:
             raise StepError(
                 "an earlier step of this engine was refused because records could depend on each "
@@ -519,7 +514,6 @@ class PrivateLoop:
                 ranks.check_state(trained, f"after step {steps}")
 
     def _take_step(self, *, charged: bool = False) -> tuple[State, Verdict]:
-        """The step that `fit` makes, on the weights of the module."""
         self._streams.device = self._watcher.device
         return take_step(
             self._procedure, self.accountant, self._streams, self._at_hand(), charged=charged

@@ -115,14 +115,12 @@ class Watcher(TrainedModule):
         return _inactive, ()
 
     def detach(self) -> None:
-        """Leave the module alone from now on."""
         self._handle.remove()
         self._take_away()
         self._watched = {}
         _watchers.discard(self)
 
     def _take_away(self) -> None:
-        """Give the module its own methods back."""
         held = vars(self.module)
         for name in self._watched:
             held.pop(name, None)
@@ -375,7 +373,6 @@ class Watcher(TrainedModule):
             )
 
     def _in_order(self, call: WatchedCall) -> bool:
-        """Whether each tensor is one of the loader's, with its records in their order."""
         return all(map(self._owner.has_yielded, call.given))
 
     def after_backward(self, calls: list[WatchedCall], scale: float | Tensor) -> None:
@@ -462,7 +459,6 @@ class WatchedForward:
 
 
 def _methods(module: nn.Module) -> list[str]:
-    """Methods that a program has written for its model, which may compute a loss."""
     kinds = type(module).__mro__
     known = [kind for kind in kinds if kind.__module__.partition(".")[0] in _LIBRARIES]
     own = [vars(kind).items() for kind in kinds if kind not in known]
@@ -501,7 +497,6 @@ def _inactive() -> Watcher:
 
 
 def _row_count(inputs: Arguments) -> int:
-    """How many rows a call is for; refuses arguments that do not agree."""
     found = tensors_of(inputs)
     if not found:
         raise UnsupportedModelError("the model was called without a tensor; pass it the records")

@@ -233,6 +233,5 @@ class _Modules(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Let the modules of the table be imported."""
     if not any(isinstance(finder, _Modules) for finder in sys.meta_path):
         sys.meta_path.append(_Modules())
