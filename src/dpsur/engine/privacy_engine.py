@@ -388,7 +388,8 @@ class PrivacyEngine(PrivateLoop):
         By construction if every step was made by `private_step` on a batch that the loop did not
         open, with a function that PyTorch could run for all records at once.
         """
-        apart = all(records.by_construction for records in self._functions.values())
+        made = [step._records for step in self._private_steps if step._records is not None]
+        apart = all(records.by_construction for records in made)
         return BY_CONSTRUCTION if apart and not self._checked else WAS_CHECKED
 
     def statement(self) -> Statement:

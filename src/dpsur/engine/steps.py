@@ -78,6 +78,8 @@ class PrivateStep:
     # the most records that are worked on at once, where memory is short
     max_physical_batch_size: int | None = None
     capture: bool = True  # as CUDA graphs, on a GPU
+    _records: RecordFunction | None = field(default=None, init=False, repr=False)
+    _graphs: GradientGraphs | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -154,8 +156,6 @@ class PrivateLoop:
         self._content: Any = None  # of the batch at hand
         self._versions: list[int] = []  # of its tensors, which in-place changes count up
         self._private_steps: list[PrivateStep] = []
-        self._functions: dict[PrivateStep, RecordFunction] = {}
-        self._graphs: dict[PrivateStep, GradientGraphs] = {}
         self._refused = False  # for coupling
         self._yields_open = False  # whether the loader has yielded a batch that is not opaque
         self._from_function = False  # whether the sum at hand was made by a private step
@@ -447,17 +447,13 @@ class PrivateLoop:
     ) -> Iterator[tuple[Params, Tensor, dict[str, Tensor]]]:
         """Clipped sums of some records at a time, with their losses and other figures."""
         watcher, device = self._watcher, self._watcher.device
-        if step not in self._functions:
+        records = step._records
+        if records is None:
             models = self._module, *modules_of(step.function)
-            self._functions[step] = RecordFunction(models, watcher.trained)
-        records = self._functions[step]
-
+            records = step._records = RecordFunction(models, watcher.trained)
+        if step._graphs is None and step.capture and device.type == captured.DEVICE:
+            step._graphs = GradientGraphs(watcher, records, self._sample, step.function)
         function = partial(step.function, self._module)
-        graphs = None
-        if step.capture and device.type == captured.DEVICE:
-            if step not in self._graphs:
-                self._graphs[step] = GradientGraphs(watcher, records, self._sample, step.function)
-            graphs = self._graphs[step]
         limit = step.max_physical_batch_size or self._loader.poisson.most
         groups = groups_of(batch.to(device, non_blocking=True))
         for group in groups:
@@ -467,8 +463,8 @@ class PrivateLoop:
                 count = min(most, group.records - start)
                 some = slice(start, start + count)
                 part = map_tensors(lambda v: v[some], group.batch, otherwise=keep)  # noqa: B023
-                if graphs is not None:
-                    found = graphs.run(function, part, count, split, args, kwargs)
+                if step._graphs is not None:
+                    found = step._graphs.run(function, part, count, split, args, kwargs)
                     if found is not None:
                         yield {}, *found
                         continue

@@ -169,10 +169,10 @@ def split_rows(rows: TensorTree, size: int) -> list[TensorTree]:
     return [slice_rows(rows, slice(start, start + size)) for start in range(0, count, size)]
 
 
-def concatenate_rows(parts: list[TensorTree], dim: int = 0) -> TensorTree:
+def concatenate_rows(parts: list[TensorTree]) -> TensorTree:
     if len(parts) == 1:
         return parts[0]
-    return map_tensors(lambda *each: torch.cat(each, dim), *parts)
+    return map_tensors(lambda *each: torch.cat(each), *parts)
 
 
 def signature(rows: TensorTree) -> tuple[Any, ...]:

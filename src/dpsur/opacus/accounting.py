@@ -94,11 +94,8 @@ class LedgerView(IAccountant):
 
     @property
     def history(self) -> History:  # type: ignore[override]
-        return [*self._earlier, *map(_plain_step, self._entries)]
-
-    @property
-    def _entries(self) -> tuple[Entry, ...]:
-        return () if self._ledger is None else self._ledger.charged.entries
+        entries = () if self._ledger is None else self._ledger.charged.entries
+        return [*self._earlier, *map(_plain_step, entries)]
 
     def get_epsilon(self, delta: float, **_: Any) -> float:
         if self._earlier or self._ledger is None:
