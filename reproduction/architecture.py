@@ -1,8 +1,8 @@
-"""The picture of the house in docs/architecture.md, drawn from the imports.
+"""The table of packages in docs/architecture.md, made from the imports.
 
     python -m reproduction.architecture --write
 
-Arrows point from a package to what it imports. An arrow that follows from others is left out.
+A package imports packages of lower levels only. An import that follows from others is left out.
 """
 
 import ast
@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "dpsur"
 PAGE = ROOT / "docs" / "architecture.md"
-BLOCK = re.compile(r"(<!-- drawn from the imports -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- made from the imports -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Graph = dict[str, set[str]]
 
 
@@ -45,7 +45,7 @@ def _modules(node: ast.AST) -> list[str]:
 
 
 def reduced(graph: Graph) -> Graph:
-    """The graph without arrows that follow from others."""
+    """The graph without imports that follow from others."""
 
     def reach(start: str, seen: set[str]) -> set[str]:
         for following in graph[start] - seen:
@@ -63,24 +63,28 @@ def reduced(graph: Graph) -> Graph:
     }
 
 
-def drawing() -> str:
-    """The graph as a Mermaid diagram."""
-    arrows = [
-        f"    {a} --> {b}"
-        for a, targets in sorted(reduced(imports()).items())
-        for b in sorted(targets)
-    ]
-    return "\n".join(["```mermaid", "graph TD", *arrows, "```", ""])
+def levels() -> str:
+    """Packages from the top to the bottom, each with what it imports."""
+    graph = reduced(imports())
+
+    def level(name: str) -> int:
+        return max((1 + level(below) for below in graph[name]), default=0)
+
+    lines = ["| level | package | imports |", "|--:|---|---|"]
+    for name in sorted(graph, key=lambda one: (-level(one), one)):
+        below = ", ".join(f"`{one}`" for one in sorted(graph[name]))
+        lines.append(f"| {level(name)} | `{name}` | {below} |")
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:
-    """Print the diagram, or write it into the page."""
+    """Print the table, or write it into the page."""
     if "--write" in sys.argv[1:]:
         text = PAGE.read_text(encoding="utf-8")
-        page = BLOCK.sub(lambda found: found[1] + drawing() + found[3], text)
+        page = BLOCK.sub(lambda found: found[1] + levels() + found[3], text)
         PAGE.write_text(page, encoding="utf-8")
     else:
-        print(drawing())
+        print(levels())
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ def _outputs(outputs: list[Mapping[str, Any]]) -> Iterator[str]:
         elif output["output_type"] == "display_data":
             continue
         elif "text/html" in data:
-            yield "".join(data["text/html"]).replace("\n\n", "\n")
+            table = "".join(data["text/html"]).replace("\n\n", "\n")
+            yield table.replace('<table border="1" class="dataframe">', "<table>")
         else:
             text = "".join(output.get("text", data.get("text/plain", ""))).rstrip()
             if text and output.get("name") != "stderr":

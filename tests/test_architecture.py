@@ -111,9 +111,9 @@ def test_the_accountants_know_no_tensors():
         assert not any(name.split(".")[0] == "torch" for name in imported(path)), path
 
 
-def test_the_picture_of_the_packages_is_that_of_the_imports():
+def test_the_table_of_the_packages_is_that_of_the_imports():
     """docs/architecture.md is rendered by `python -m reproduction.architecture --write`."""
-    assert architecture.drawing() in architecture.PAGE.read_text(encoding="utf-8")
+    assert architecture.levels() in architecture.PAGE.read_text(encoding="utf-8")
 
 
 def test_the_library_knows_nothing_of_the_reproduction():

@@ -216,6 +216,9 @@ class _Modules(MetaPathFinder, Loader):
             return None
         return ModuleSpec(fullname, self, is_package=True)
 
+    def create_module(self, spec: ModuleSpec) -> None:
+        del spec
+
     def exec_module(self, module: ModuleType) -> None:
         path = module.__name__.removeprefix(f"{ROOT}.")
         below = [
@@ -229,4 +232,7 @@ class _Modules(MetaPathFinder, Loader):
         module.__dict__.update(__getattr__=find, __all__=below)
 
 
-sys.meta_path.append(_Modules())
+def install() -> None:
+    """Let the modules of the table be imported."""
+    if not any(isinstance(finder, _Modules) for finder in sys.meta_path):
+        sys.meta_path.append(_Modules())
