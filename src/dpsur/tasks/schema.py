@@ -14,7 +14,7 @@ Every value becomes numbers on its own, by the declaration alone, whatever it is
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias
@@ -71,8 +71,23 @@ def _number(value: Any) -> float:
         return math.nan
 
 
+class _AsJson:
+    """A declaration as plain values: its kind, and what differs from the defaults."""
+
+    kind: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        found: dict[str, Any] = {"kind": self.kind}
+        for one in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, one.name)
+            if value != one.default:
+                found[one.name] = list(value) if isinstance(value, tuple) else value
+        return found
+
+
 @dataclass(frozen=True)
-class Number:
+class Number(_AsJson):
     """A column of numbers in a declared range.
 
     Numbers beyond the range are clipped to it. `missing` stands in for what is missing or no
@@ -119,23 +134,18 @@ class Number:
 
     def encode(self, values: Any) -> Values:
         """Scaled numbers in [-1, 1], one row for each value; missing ones have their declared."""
-        found = self.scaled(numbers_of(values))
-        missing = 0.0 if self.missing is None else (self.missing - self.middle) / self.half
-        return np.where(np.isnan(found), missing, found).astype(np.float32)[:, None]
+        return self.scaled(values, 0.0).astype(np.float32)[:, None]
 
-    def scaled(self, found: Values) -> Values:
-        """Clipped and scaled numbers; NaN where a number is missing."""
-        clipped: Values = np.clip(found, self.low, self.high)
-        return (clipped - self.middle) / self.half
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        missing = {} if self.missing is None else {"missing": self.missing}
-        return {"kind": self.kind, "low": self.low, "high": self.high, **missing}
+    def scaled(self, values: Any, otherwise: float) -> Values:
+        """Clipped and scaled numbers; missing ones have their declared, or else `otherwise`."""
+        clipped: Values = np.clip(numbers_of(values), self.low, self.high)
+        found = (clipped - self.middle) / self.half
+        missing = otherwise if self.missing is None else (self.missing - self.middle) / self.half
+        return np.where(np.isnan(found), missing, found)
 
 
 @dataclass(frozen=True)
-class Category:
+class Category(_AsJson):
     """A column with declared values.
 
     Of an input, everything else, missing values included, counts as one further category, or as the
@@ -194,7 +204,8 @@ class Category:
 
         # equal keys of other types (1, 1.0 and True) must not share an entry
         listed = values.tolist() if isinstance(values, np.ndarray) else list(values)
-        return np.fromiter((place_of(value) for value in map(_keyed, listed)), np.int64)
+        keys = (str(value) if isinstance(value, bool) else value for value in listed)
+        return np.fromiter(map(place_of, keys), np.int64)
 
     def encode(self, values: Any) -> Values:
         """A one at the place of the value, one row for each value."""
@@ -203,14 +214,9 @@ class Category:
         rows[np.arange(len(found)), np.where(found < 0, len(self.values), found)] = 1
         return rows
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        other = {} if self.other is None else {"other": self.other}
-        return {"kind": self.kind, "values": list(self.values), **other}
-
 
 @dataclass(frozen=True)
-class Text:
+class Text(_AsJson):
     """A column of texts: each becomes a row of weighted words of norm 1, by hashing.
 
     Nothing is learned from the texts: a word's place follows from its letters alone (see
@@ -238,17 +244,8 @@ class Text:
         found: Values = words(texts, self.dimension).numpy()
         return found
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        usual = self.dimension == WORDS_DIMENSION
-        return {"kind": self.kind} | ({} if usual else {"dimension": self.dimension})
-
 
 Column = Number | Category | Text
-
-
-def _keyed(value: Any) -> Any:
-    return str(value) if isinstance(value, bool) else value
 
 
 def name_of(value: Any) -> str | None:
@@ -472,11 +469,7 @@ class Schema:
                 found.append(column.indices(columns[name]).astype(np.float64))
                 found[-1][found[-1] < 0] = np.nan
             elif isinstance(column, Number):
-                scaled = column.scaled(numbers_of(columns[name]))
-                missing = np.nan
-                if column.missing is not None:
-                    missing = (column.missing - column.middle) / column.half
-                found.append(np.where(np.isnan(scaled), missing, scaled))
+                found.append(column.scaled(columns[name], np.nan))
         values = np.stack(found, axis=1)
         usable = np.asarray(~np.isnan(values).any(axis=1))
         targets = torch.from_numpy(np.where(usable[:, None], values, 0.0))
@@ -507,12 +500,10 @@ class Schema:
         if not more and isinstance(first, Category):
             names: Values = np.array(first.values, dtype=object)
             return names.take(outputs.argmax(1).cpu().numpy())
-        rows = [np.array(column.values, dtype=object) for column in self._categories()]
+        targets = [column for column in self.target.values() if isinstance(column, Category)]
+        rows = [np.array(column.values, dtype=object) for column in targets]
         chosen = (outputs > 0).long().cpu().numpy()
         return np.stack([row[chosen[:, place]] for place, row in enumerate(rows)], axis=1)
-
-    def _categories(self) -> Iterable[Category]:
-        return (column for column in self.target.values() if isinstance(column, Category))
 
     @staticmethod
     def _columns(table: Any, wanted: Mapping[str, Column]) -> Table:
@@ -627,6 +618,9 @@ def _columns(stored: Mapping[str, Any], part: str) -> dict[str, Column]:
     return {name: column for name, column in read.items() if column is not None}
 
 
+_KINDS: dict[str, type[Column]] = {one.kind: one for one in (Number, Category, Text)}
+
+
 def _column(name: str, stored: Any) -> Column | None:
     """A column from plain values; None for one that is not used."""
     try:
@@ -635,25 +629,21 @@ def _column(name: str, stored: Any) -> Column | None:
         kind = stored.get("kind")
         if kind == "ignore":
             return None
+        column = _KINDS.get(kind) if isinstance(kind, str) else None
+        if column is None:
+            given = "and is not filled in yet" if kind in TO_FILL_IN else f"got {kind!r}"
+            raise InvalidInputError(f"kind must be number, category, text or ignore, {given}")
+        known = tuple(one.name for one in fields(column))
         values = {key: value for key, value in stored.items() if key != "kind"}
-        if kind == Number.kind:
-            _drop_empty(values, "values")
-            _only(values, ("low", "high", "missing"), "a number")
-            if values.get("low") is None or values.get("high") is None:
-                raise InvalidInputError("a number needs low and high, the range that is public")
-            return Number(**values)
-        if kind == Category.kind:
-            _drop_empty(values, "low", "high")
-            _only(values, ("values", "other"), "a category")
-            if not values.get("values"):
-                raise InvalidInputError("a category needs values, the list that is public")
-            return Category(**values)
-        if kind == Text.kind:
-            _drop_empty(values, "low", "high", "values")
-            _only(values, ("dimension",), "a text")
-            return Text(**values)
-        given = "and is not filled in yet" if kind in TO_FILL_IN else f"got {kind!r}"
-        raise InvalidInputError(f"kind must be number, category, text or ignore, {given}")
+        for blank in ("low", "high", "values"):  # of a template, and not filled in
+            if blank not in known and values.get(blank) in (None, []):
+                values.pop(blank, None)
+        _only(values, known, f"a {kind}")
+        if column is Number and None in (values.get("low"), values.get("high")):
+            raise InvalidInputError("a number needs low and high, the range that is public")
+        if column is Category and not values.get("values"):
+            raise InvalidInputError("a category needs values, the list that is public")
+        return column(**values)
     except InvalidInputError as error:
         raise InvalidInputError(f"column {name!r}: {error}") from None
 
@@ -666,13 +656,6 @@ def in_words(column: Column) -> str:
         shown = ", ".join(map(str, column.values[:8])) + (", ..." if len(column.values) > 8 else "")
         return f"one of {shown}"
     return "text"
-
-
-def _drop_empty(values: dict[str, Any], *names: str) -> None:
-    """Leave out what a template has and nobody filled in."""
-    for name in names:
-        if values.get(name) in (None, []):
-            values.pop(name, None)
 
 
 def _test_part(stored: Any) -> TestPart | None:
