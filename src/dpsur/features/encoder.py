@@ -292,25 +292,6 @@ class AssetDigest(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class PixelRange(nn.Module):
-    """Undoes the standardisation of images, with a mean and a deviation per channel, if any."""
-
-    def __init__(
-        self, mean: Sequence[float] | None = None, deviation: Sequence[float] | None = None
-    ) -> None:
-        super().__init__()
-        self.standardised = mean is not None and deviation is not None
-        for name, values in (("mean", mean), ("deviation", deviation)):
-            if self.standardised:
-                tensor = torch.tensor(values).reshape(-1, 1, 1)
-                self.register_buffer(name, tensor, persistent=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        if images.dtype == torch.uint8 or not self.standardised:
-            return images
-        return images * self.get_buffer("deviation") + self.get_buffer("mean")
-
-
 class FrozenFeatures(nn.Module):
     """Features of images from a shipped file: one row of norm 1 each, nothing in it is trained.
 
@@ -328,8 +309,18 @@ class FrozenFeatures(nn.Module):
         deviation: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        self.pixels = PixelRange(mean, deviation)
+        self.standardised = mean is not None and deviation is not None
+        for name, values in (("mean", mean), ("deviation", deviation)):
+            if self.standardised:
+                tensor = torch.tensor(values).reshape(-1, 1, 1)
+                self.register_buffer(name, tensor, persistent=False)
         self.asset = AssetDigest(digest)
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """Images as they were before they were standardised."""
+        if images.dtype == torch.uint8 or not self.standardised:
+            return images
+        return images * self.get_buffer("deviation") + self.get_buffer("mean")
 
     def forward(self, images: Tensor) -> Tensor:
         return rounded(self.rows(images))

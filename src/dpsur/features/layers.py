@@ -32,6 +32,18 @@ def group_norm(groups: int, channels: int) -> nn.Module:
     return nn.GroupNorm(groups, channels, affine=False)
 
 
+def _fixed(name: str, values: Tensor | None, usual: float, count: int, of: str) -> Tensor:
+    """Statistics that were given, or those that change nothing."""
+    checks.at_least_one(f"{of}s", count)
+    values = torch.full((count,), usual) if values is None else values.detach().float().clone()
+    if values.shape != (count,) or not values.isfinite().all():
+        raise InvalidInputError(
+            f"{name} must hold {count} finite numbers, one per {of}; got shape "
+            f"{tuple(values.shape)}"
+        )
+    return values
+
+
 class ChannelNorm(nn.Module):
     """Shift and scale channels by fixed numbers, which a release carries.
 
@@ -42,17 +54,8 @@ class ChannelNorm(nn.Module):
         self, channels: int, mean: Tensor | None = None, deviation: Tensor | None = None
     ) -> None:
         super().__init__()
-        checks.at_least_one("channels", channels)
-        mean = torch.zeros(channels) if mean is None else mean.detach().float().clone()
-        deviation = (
-            torch.ones(channels) if deviation is None else deviation.detach().float().clone()
-        )
-        for name, values in (("mean", mean), ("deviation", deviation)):
-            if values.shape != (channels,) or not values.isfinite().all():
-                raise InvalidInputError(
-                    f"{name} must hold {channels} finite numbers, one per channel; "
-                    f"got shape {tuple(values.shape)}"
-                )
+        mean = _fixed("mean", mean, 0.0, channels, "channel")
+        deviation = _fixed("deviation", deviation, 1.0, channels, "channel")
         if not (deviation > 0).all():
             raise InvalidInputError("deviation must be above 0 for every channel; clamp it")
         self.register_buffer("mean", mean)
@@ -73,13 +76,7 @@ class Centre(nn.Module):
 
     def __init__(self, features: int, centre: Tensor | None = None) -> None:
         super().__init__()
-        checks.at_least_one("features", features)
-        centre = torch.zeros(features) if centre is None else centre.detach().float().clone()
-        if centre.shape != (features,) or not centre.isfinite().all():
-            raise InvalidInputError(
-                f"centre must hold {features} finite numbers, one per feature; "
-                f"got shape {tuple(centre.shape)}"
-            )
+        centre = _fixed("centre", centre, 0.0, features, "feature")
         self.register_buffer("centre", centre)
 
     def forward(self, features: Tensor) -> Tensor:

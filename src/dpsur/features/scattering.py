@@ -109,23 +109,18 @@ class Scattering2d(nn.Module):
                 )
         self.height, self.width, self.scales, self.angles = height, width, scales, angles
         self._padded = (height + 2 * step, width + 2 * step)
+        filters: dict[str, Tensor] = {}
         for scale in range(scales):
-            self._add_filters(scale)
-
-    def _add_filters(self, scale: int) -> None:
-        for axis, size in zip(("rows", "columns"), self._padded, strict=True):
-            self._add(
-                f"{axis}_{scale}", torch.from_numpy(averaging_matrix(size, self.scales, scale))
-            )
-        spectra = wavelet_spectra(*self._padded, scale, self.angles)
-        for before in range(max(1, scale)):
-            factor = 2 ** (scale - before)
-            band = torch.from_numpy(lowest(spectra, 2**before, axes=(1, 2))) / factor**2
-            # One factor for the real and one for the imaginary part of every frequency.
-            self._add(f"wavelets_{before}_{scale}", band.repeat_interleave(2, dim=-1))
-
-    def _add(self, name: str, values: Tensor) -> None:
-        self.register_buffer(name, values.float(), persistent=False)
+            for axis, size in zip(("rows", "columns"), self._padded, strict=True):
+                filters[f"{axis}_{scale}"] = torch.from_numpy(averaging_matrix(size, scales, scale))
+            spectra = wavelet_spectra(*self._padded, scale, angles)
+            for before in range(max(1, scale)):
+                factor = 2 ** (scale - before)
+                band = torch.from_numpy(lowest(spectra, 2**before, axes=(1, 2))) / factor**2
+                # One factor for the real and one for the imaginary part of every frequency.
+                filters[f"wavelets_{before}_{scale}"] = band.repeat_interleave(2, dim=-1)
+        for name, values in filters.items():
+            self.register_buffer(name, values.float(), persistent=False)
 
     @property
     def paths(self) -> int:
