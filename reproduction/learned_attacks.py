@@ -30,12 +30,12 @@ from dpsur.attacks.targets import (
     Trainer,
     as_many,
     posteriors,
-    replayed,
 )
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params
 from dpsur.status import advance, status
+from reproduction.plain_targets import replayed
 
 Features = Sequence[Tensor]
 ROWS_AT_ONCE, GRADIENTS_AT_ONCE = 4096, 1024

@@ -26,15 +26,7 @@ from dpsur.attacks.metrics import (
     rates_of,
     share_between,
 )
-from dpsur.attacks.targets import (
-    PrivateTarget,
-    Recipe,
-    Trainer,
-    attacked_pool,
-    plain_trainer,
-    split_pool,
-    target_network,
-)
+from dpsur.attacks.targets import RunTrainer, Trainer, attacked_pool, split_pool
 from dpsur.config import Intervals, Performance, RunConfig
 from dpsur.features import NONE, compute, features_named
 from dpsur.functional.records import Examples
@@ -47,6 +39,7 @@ from dpsur.tasks import task_named
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row
 from reproduction.learned_attacks import ATTACKS, attack_target
+from reproduction.plain_targets import Recipe, plain_trainer, target_network
 from reproduction.presets.settings import DELTA, EPSILONS
 from reproduction.training import BLOCK, NEVER, WITH_TF32, device_name, limit_gpu_share
 
@@ -271,7 +264,7 @@ def _trainer(config: dict[str, Any], device: torch.device) -> Trainer:
         performance=Performance(tf32=config["tf32"], repeatable=False),
         intervals=Intervals(checkpoint_every=BLOCK, evaluate_every=NEVER),
     )
-    return PrivateTarget(run, device, featured=True)
+    return RunTrainer(run, device, featured=True)
 
 
 def summary(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:

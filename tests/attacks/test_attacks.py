@@ -20,14 +20,11 @@ from dpsur.attacks.suite import (
     true_probability,
 )
 from dpsur.attacks.targets import (
-    ManyModels,
     Models,
-    Recipe,
     as_many,
     join,
     log_odds,
     split_pool,
-    standardised,
 )
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
@@ -42,6 +39,7 @@ from reproduction.learned_attacks import (
     shadow_attack,
     white_box_attack,
 )
+from reproduction.plain_targets import ManyModels, Recipe, standardised
 from tests.statistics import FALSE_ALARM
 
 CLASSES, WIDTH, SIZE = 4, 30, 900

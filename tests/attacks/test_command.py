@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dpsur
-from dpsur.attacks.targets import PrivateTarget, attacked_pool
+from dpsur.attacks.targets import RunTrainer, attacked_pool
 from dpsur.cli import main
 from dpsur.config import RunConfig
 from dpsur.features import compute, features_named
@@ -77,7 +77,6 @@ def test_members_of_a_release_are_the_records_that_it_was_trained_on(released, c
     ("options", "message"),
     [
         (["--attacks", "gap,nope"], "unknown attack 'nope'"),
-        (["--learning-rate", "3"], "trained as in the paper"),
         (["--epochs", "0"], "epochs"),
         (["--seed", "-1"], "seed must be"),
     ],
@@ -98,8 +97,8 @@ def test_private_models_of_features_and_of_raw_inputs_agree():
     method = method_named("dpsgd")(batch_size=10)
     run = RunConfig(task.name, method, Budget(3.0, 1e-3), "proven", "scattering", max_updates=2)
     rows = [torch.arange(30), torch.arange(30, 60)]
-    raw = PrivateTarget(run, cpu)(pool, rows, seed=1)
-    own = PrivateTarget(run, cpu, featured=True)(features, rows, seed=1)
+    raw = RunTrainer(run, cpu)(pool, rows, seed=1)
+    own = RunTrainer(run, cpu, featured=True)(features, rows, seed=1)
     answers = raw.outputs(pool.inputs)
     assert torch.allclose(own.outputs(features.inputs), answers, atol=1e-4)
     assert not torch.allclose(answers[0], answers[1], atol=1e-2)

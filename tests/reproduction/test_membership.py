@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from dpsur.attacks.metrics import Scores, hits_of, measure
-from dpsur.attacks.targets import Recipe, plain_trainer
 from dpsur.functional.records import Examples
 from dpsur.presets import preset_named
 from dpsur.tasks import task_named
 from reproduction.base import Options
 from reproduction.experiments import membership
+from reproduction.plain_targets import Recipe, plain_trainer
 
 
 @pytest.mark.parametrize("method", ["nonprivate", pytest.param("dpsgd", marks=pytest.mark.slow)])

@@ -5,6 +5,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,11 @@ from dpsur.attacks.suite import (
 )
 from dpsur.attacks.targets import (
     Models,
-    PrivateTarget,
-    Recipe,
-    Trainer,
+    RunTrainer,
     as_seen_by,
     attacked_pool,
     count_persons,
     plain_features,
-    plain_trainer,
     split_pool,
     whole_persons,
 )
@@ -44,7 +42,6 @@ from dpsur.cli.run_options import (
     build_method,
     config_of,
     declared_data,
-    given_method_options,
 )
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
@@ -192,27 +189,22 @@ def _target(options: argparse.Namespace, names: list[str], device: torch.device)
     usual = dict(task.settings.get(kind.name, {}))
     if task.persons is not None and options.max_records is not None:
         raise InvalidInputError("max_records parts the records of a person; leave it out")
-    trainer: Trainer
-    if kind is Nonprivate:
-        if usual or given_method_options(options):
-            raise InvalidInputError(
-                "targets without privacy are trained as in the paper; of their settings only "
-                "--epochs can be chosen"
-            )
-        trainer = plain_trainer(task, Recipe(epochs=options.epochs), device)
-    else:
-        method = build_method(kind.name, options, usual)
-        budget = Budget(options.epsilon, options.delta)
-        features = options.features or method.features or plain_features(task)
-        config = RunConfig(
-            *(task.name, method, budget, options.accounting, features),
-            declared=declared,
-            records_per_person=options.records_per_person,
-        )
-        trainer = PrivateTarget(config, device, persons=task.persons)
     # whose test records are whose is not known
     pool = attacked_pool(task, options.max_records) if task.persons is None else task.load(None)[0]
     split = split_pool(pool, options.seed, task.persons)
+    method, persons = build_method(kind.name, options, usual), task.persons
+    if isinstance(method, Nonprivate):  # long enough to learn records by heart, and no unit
+        checks.at_least_one("epochs", options.epochs)
+        if method.updates is None:
+            method = method.of_epochs(options.epochs, len(split.target_train))
+        declared, persons = replace(declared, group_by=None), None
+    config = RunConfig(
+        *(task.name, method, Budget(options.epsilon, options.delta), options.accounting),
+        options.features or method.features or plain_features(task),
+        declared=declared,
+        records_per_person=options.records_per_person,
+    )
+    trainer = RunTrainer(config, device, persons=persons)
     return attack_target(split, trainer, names, options.seed, options.shadow_models)
 
 

@@ -141,12 +141,17 @@ class Nonprivate(OptimizerMethod):
         setup: tuple[Event, ...] = (),
     ) -> tuple[Self, Plan]:
         """Fix batch and length. The plan states an infinite budget, whatever was asked for."""
+        settled = self.of_epochs(DEFAULT_EPOCHS, dataset_size)
+        updates, unlimited = self.updates or settled.updates, Budget(math.inf, budget.delta)
+        assert updates is not None
+        plan = repeated_plan(unlimited, accounting, Trial(NonPrivate()), updates, updates, setup)
+        return replace(settled, updates=updates), plan
+
+    def of_epochs(self, epochs: int, dataset_size: int) -> Self:
+        """With so many passes over the records, and a size of batches."""
         size = min(DEFAULT_BATCH, dataset_size) if self.batch_size is None else self.batch_size
         check_batch_size("batch_size", size, dataset_size)
-        updates = self.updates or max(1, round(DEFAULT_EPOCHS * dataset_size / size))
-        unlimited = Budget(math.inf, budget.delta)
-        plan = repeated_plan(unlimited, accounting, Trial(NonPrivate()), updates, updates, setup)
-        return replace(self, batch_size=size, updates=updates), plan
+        return replace(self, batch_size=size, updates=max(1, round(epochs * dataset_size / size)))
 
     def build(self, problem: Problem, plan: Plan) -> Procedure:
         """Steps along the plain gradient, every one of them kept."""
