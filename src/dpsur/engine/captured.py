@@ -33,8 +33,8 @@ from dpsur.errors import DpsurError
 from dpsur.functional.process_settings import seeded_globally, widen
 from dpsur.functional.tree import (
     Params,
+    empty_like,
     flatten,
-    from_vector,
     keep,
     map_tensors,
     tensors_of,
@@ -99,14 +99,11 @@ class _Graph:
 
     @property
     def keep(self) -> Tensor:
-        """Which places hold records."""
         return self.rows < self.count
 
 
 @dataclass(eq=False)
 class _CallGraph(_Graph):
-    """A graph of a forward pass and one of its backward pass."""
-
     constant: list[bool] = field(default_factory=list)  # which outputs have no gradient
     gradients: list[Tensor] = field(default_factory=list)
     tape: Tape | None = None
@@ -135,7 +132,9 @@ class _Graphs:
         owner: Any = None,
     ) -> None:
         self._module, self._records, self._owner = module, records, owner
-        self._sizes = tuple(sorted(set(padded_sizes(*sample))))
+        # Not the last, which holds any sample: where batches are small it is twice as large, and
+        # one in a thousand needs it.
+        self._sizes = tuple(sorted(set(padded_sizes(*sample)[:-1])))
         self._replayed = 0
         self._seen: set[object] = set()
         self._graphs: dict[object, Any] = {}
@@ -225,7 +224,9 @@ class _Graphs:
         device = given[0].device
         if self.totals and next(iter(self.totals.values())).device != device:
             self.totals, self._graphs = {}, {}  # the model has moved
-        self.totals = self.totals or self._empty_totals()
+        if not self.totals:
+            trained = self._records.trained
+            self.totals = empty_like({n: widen(value.detach()) for n, value in trained.items()})
         graph = kind(
             Surroundings(self._owner, self._records.models),
             [value.new_empty(room, *value.shape[1:]) for value in given],
@@ -264,18 +265,10 @@ class _Graphs:
             return None
 
     def _begin(self, sums: Sums) -> None:
-        """Before the first replay of a step."""
+        """Before a replay: the totals of another step are forgotten."""
         if sums.captured is None:
             torch._foreach_zero_(list(self.totals.values()))
             sums.captured = self.totals
-
-    def _empty_totals(self) -> Params:
-        trained = {name: widen(value.detach()) for name, value in self._records.trained.items()}
-        if len({value.dtype for value in trained.values()}) > 1:
-            return {name: torch.zeros_like(value) for name, value in trained.items()}
-        first = next(iter(trained.values()))
-        vector = first.new_zeros(sum(value.numel() for value in trained.values()))
-        return from_vector(vector, trained)
 
     def _give_up(self, why: str) -> None:
         self.why_not = why
@@ -299,7 +292,6 @@ class GradientGraphs(_Graphs):
         args: tuple[Any, ...],
         kwargs: Any,
     ) -> Found | None:
-        """Add the clipped gradients of a batch to its sums; None where it has to run eagerly."""
         values = _inputs((args, kwargs))
 
         def capture(room: int) -> Any:
@@ -351,7 +343,6 @@ class CallGraphs(_Graphs):
     def run(
         self, function: Callable[[Any], Any], batch: Any, count: int, most: int | None
     ) -> CapturedCall | None:
-        """Outputs of a call with records in front; None where it has to run eagerly."""
         sums = self._module.sums
         if not torch.is_grad_enabled() or self._forward_in is sums:
             return None
@@ -460,8 +451,6 @@ class Surroundings:
         # name for logs, how to look it up again, what it was
         self._numbers: list[tuple[str, Callable[[], Any], Any]] = []
         self._objects: list[tuple[str, Callable[[], Any], Any]] = []
-        self._tensors: list[tuple[str, Tensor, int]] = []
-        self._sizes: list[tuple[str, Any, int]] = []
         self._generators: list[Any] = []  # that the function may draw from, on the host
         for name, look_up in _readings(owner, models):
             self._add(name, look_up)
@@ -473,13 +462,13 @@ class Surroundings:
             return
         self._objects.append((name, look_up, value))
         if isinstance(value, Tensor):
-            self._tensors.append((name, value, value.data_ptr()))
+            self._numbers.append((name, value.data_ptr, value.data_ptr()))
             if value.device.type == "cpu" and value.numel() == 1:  # which a graph would keep
                 self._numbers.append((name, value.item, value.item()))
         elif isinstance(value, (random.Random, np.random.Generator, torch.Generator)):
             self._generators.append(value)
         elif not inside and isinstance(value, (dict, list, tuple)) and len(value) <= MOST_ITEMS:
-            self._sizes.append((name, value, len(value)))
+            self._numbers.append((name, value.__len__, len(value)))
             for key in list(value) if isinstance(value, dict) else range(len(value)):
                 # under the name of the whole: keys of a dictionary may be data
                 self._add(name, partial(_item, value, key), inside=True)
@@ -504,17 +493,10 @@ class Surroundings:
             now = look_up()  # anything may stand there by now
             if now is not value and (type(now) is not type(value) or now != value):
                 return name
-        for name, look_up, value in self._objects:
-            if look_up() is not value:
-                return name
-        for name, value, place in self._tensors:
-            if value.data_ptr() != place:
-                return name
-        return next((name for name, held, size in self._sizes if len(held) != size), None)
+        return next((name for name, get, value in self._objects if get() is not value), None)
 
 
 def _item(held: Any, key: Any) -> Any:
-    """What stands in a list or dictionary; None for nothing."""
     try:
         return held[key]
     except (KeyError, IndexError):
@@ -582,7 +564,6 @@ def _is_library(home: str) -> bool:
 
 
 def _has_attributes(value: Any) -> bool:
-    """Whether it is an object, a class or a Python module of the user's."""
     if isinstance(value, (Tensor, nn.Module)) or not hasattr(value, "__dict__"):
         return False
     if isinstance(value, ModuleType):
@@ -593,7 +574,6 @@ def _has_attributes(value: Any) -> bool:
 
 
 def _names_in(functions: Sequence[FunctionType]) -> list[str]:
-    """Names that functions read from elsewhere, those of functions inside of them included."""
     ahead, found = [one.__code__ for one in functions], {"__call__"}
     while ahead:
         code = ahead.pop()
@@ -603,7 +583,6 @@ def _names_in(functions: Sequence[FunctionType]) -> list[str]:
 
 
 def _globals_in(code: CodeType) -> list[str]:
-    """Those that are globals, and not attributes of something."""
     own = [one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"]
     inner = [_globals_in(one) for one in code.co_consts if isinstance(one, CodeType)]
     return [*own, *(name for names in inner for name in names)]
@@ -621,7 +600,6 @@ def _is_input(value: Any) -> bool:
 
 
 def _inputs(arguments: Any) -> list[Any]:
-    """Tensors and numbers with a fraction among the arguments of a step."""
     found: list[Any] = []
     map_tensors(
         found.append,

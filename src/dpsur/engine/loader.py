@@ -114,7 +114,6 @@ class PrivateBatch:
         return False  # what it holds is nobody's business
 
     def to(self, *args: Any, **kwargs: Any) -> "PrivateBatch":
-        """The same records on a device; a private step moves them by itself."""
         return self._map(lambda value: value.to(*args, **kwargs))
 
     def pin_memory(self, *_: Any) -> "PrivateBatch":
@@ -288,7 +287,6 @@ class Microbatch:
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse a loader that Poisson sampling cannot take the place of."""
     if not isinstance(loader, DataLoader):
         raise InvalidInputError(
             f"data_loader must be a torch.utils.data.DataLoader, got {type(loader).__name__}"
@@ -313,36 +311,29 @@ def check_loader(loader: Any) -> None:
         )
     if not len(cast(Sized, loader.dataset)):
         raise InvalidInputError("the data set of data_loader is empty")
-    _check_repeats(loader.dataset)
+    if isinstance(loader.dataset, (Subset, ConcatDataset)):
+        places = list(_places(loader.dataset, range(len(loader.dataset))))
+        if len(set(places)) < len(places):
+            raise InvalidInputError(
+                "a record stands at several indices of the data set (a Subset with repeated "
+                "indices, or a data set twice in a ConcatDataset), so it would count more than "
+                "once; use each record once, and weight it in the loss"
+            )
 
 
-def _check_repeats(dataset: Any) -> None:
-    """Refuse a record that stands at several indices, where the classes of torch show it."""
-    seen: dict[int, set[int]] = {}
-
-    def visit(data: Any, indices: Sequence[int]) -> None:
-        if isinstance(data, Subset):
-            visit(data.dataset, [int(data.indices[index]) for index in indices])
-        elif isinstance(data, ConcatDataset):
-            first = 0
-            for part in data.datasets:
-                size = len(cast(Sized, part))
-                visit(part, [index - first for index in indices if first <= index < first + size])
-                first += size
-        else:
-            known = seen.setdefault(id(data), set())
-            for index in indices:
-                index %= max(1, len(cast(Sized, data)))
-                if index in known:
-                    raise InvalidInputError(
-                        "a record stands at several indices of the data set (a Subset with "
-                        "repeated indices, or a data set twice in a ConcatDataset), so it would "
-                        "count more than once; use each record once, and weight it in the loss"
-                    )
-                known.add(index)
-
-    if isinstance(dataset, (Subset, ConcatDataset)):
-        visit(dataset, range(len(dataset)))
+def _places(data: Any, indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where records stand, as far as the classes of torch show it: data sets and indices."""
+    if isinstance(data, Subset):
+        yield from _places(data.dataset, [int(data.indices[index]) for index in indices])
+    elif isinstance(data, ConcatDataset):
+        first = 0
+        for part in data.datasets:
+            size = len(cast(Sized, part))
+            own = [index - first for index in indices if first <= index < first + size]
+            yield from _places(part, own)
+            first += size
+    else:
+        yield from ((id(data), index % max(1, len(data))) for index in indices)
 
 
 class PersonData(Dataset[list[Any]]):
@@ -561,7 +552,6 @@ class PrivateLoader(DataLoader[Any]):
 
 
 def _of_equal_size(units: list[Any], most: int) -> list[list[Any]]:
-    """The same tuples in lists of at most `most`, each list of tuples of one length."""
     found: dict[int, list[Any]] = {}
     for unit in units:
         found.setdefault(len(unit), []).append(unit)

@@ -191,7 +191,6 @@ class _Walk:
         return self._known[node, output]
 
     def nodes(self, node: Any) -> Iterator[Any]:
-        """What a loss is made of, down to the outputs."""
         seen, ahead = {node}, [node]
         while ahead:
             current = ahead.pop()
@@ -326,7 +325,6 @@ class _Walk:
         self.factors += [float(found.sum()), float(found.norm()), float(found @ places.sqrt())]
 
     def _is_target(self, value: Any) -> bool:
-        """Whether a constant has a row per record."""
         return isinstance(value, Tensor) and value.dim() > 0 and len(value) % self.records == 0
 
     def _along(self, node: Any, kind: str, rows: list[RecordRows], shape: tuple[int, ...]) -> State:

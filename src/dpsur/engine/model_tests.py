@@ -119,7 +119,6 @@ class Evaluation:
             return tape.norms()
 
     def _alone(self, batch: Any, rows_each: int = 1) -> tuple[int, Any]:
-        """The number of records of a batch, and their tensors with the records in front."""
         tensors = [value for value in tensors_of(batch) if value.dim()]
         rows = len(tensors[0]) if tensors else 0
         if not rows or rows % rows_each or any(len(value) != rows for value in tensors):
@@ -241,7 +240,6 @@ class CandidateTest:
         return state
 
     def padded(self) -> "CandidateTest":
-        """Batches are those of the loader."""
         return self
 
     def _mean_loss(self, batches: list[tuple[int, Any]], draws: Draws) -> Tensor:

@@ -388,7 +388,8 @@ class PrivacyEngine(PrivateLoop):
         By construction if every step was made by `private_step` on a batch that the loop did not
         open, with a function that PyTorch could run for all records at once.
         """
-        apart = all(records.by_construction for records in self._functions.values())
+        made = [step._records for step in self._private_steps if step._records is not None]
+        apart = all(records.by_construction for records in made)
         return BY_CONSTRUCTION if apart and not self._checked else WAS_CHECKED
 
     def statement(self) -> Statement:
@@ -429,7 +430,6 @@ class PrivacyEngine(PrivateLoop):
         return privacy_statement(plan, self.accountant.charged, facts)
 
     def _settings(self, plan: Plan) -> dict[str, Any]:
-        """What `make_private` was given, with what it has chosen."""
         gate, metrics = self._mechanism.gate, self._mechanism.metrics
         found: dict[str, Any] = {
             "batch_size": self.expected_batch_size,
@@ -496,7 +496,6 @@ class PrivacyEngine(PrivateLoop):
         return Checkpoint(self._fingerprint(), ledger, tensors, more).to_plain()
 
     def _fingerprint(self) -> Fingerprint:
-        """What tells this training from others: the settings that a checkpoint is tied to."""
         plan, delta = self.accountant.plan, self.accountant.delta
         details = None if plan is None else plan.to_json()
         return Fingerprint.of(

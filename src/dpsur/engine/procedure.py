@@ -264,7 +264,14 @@ def make_procedure(
 
 
 def _rule_of(gate: BlockGate, optimizer: Optimizer, max_grad_norm: float | None) -> RateRule:
-    scale_free, momentum = _kind_of(optimizer)
+    # whether steps do not grow with the gradient, and the momentum of plain SGD: with momentum m
+    # and dampening d a gradient moves the weights by (1 - d) / (1 - m) in all
+    scale_free, momentum = True, 0.0
+    if isinstance(optimizer, SGD | ASGD):
+        group = optimizer.param_groups[0]
+        left = 1 - group.get("dampening", 0.0)
+        scale_free = False
+        momentum = 1 - (1 - group.get("momentum", 0.0)) / left if left > 0 else 0.0
     if max_grad_norm is None and gate.learning_rate is not None and not scale_free:
         raise InvalidInputError(
             f"learning_rate {gate.learning_rate:g} of the gate means nothing without a clipping "
@@ -285,15 +292,3 @@ def _rule_of(gate: BlockGate, optimizer: Optimizer, max_grad_norm: float | None)
         scale_free=scale_free,
         momentum=momentum,
     )
-
-
-def _kind_of(optimizer: Optimizer) -> tuple[bool, float]:
-    """Whether steps do not grow with the gradient, and the momentum of plain SGD.
-
-    With momentum m and dampening d a gradient moves the weights by (1 - d) / (1 - m) in all.
-    """
-    if not isinstance(optimizer, SGD | ASGD):
-        return True, 0.0
-    group = optimizer.param_groups[0]
-    left = 1 - group.get("dampening", 0.0)
-    return False, 1 - (1 - group.get("momentum", 0.0)) / left if left > 0 else 0.0

@@ -100,7 +100,6 @@ def refuse_options(
     noise_generator: Any,
     grad_sample_mode: str,
 ) -> None:
-    """Refuse options of Opacus that stand for something that is not done here."""
     if not batch_first:
         raise InvalidInputError(
             "batch_first=False is not supported; put the records into the first dimension, or "
@@ -145,7 +144,6 @@ class Units:
 
     @cached_property
     def rate(self) -> float:
-        """The probability with which each joins a batch."""
         return 1 / self.length
 
     @property
@@ -211,7 +209,6 @@ _warned: list[bool] = []
 
 
 def warn_of_second_engine(dataset: Any) -> None:
-    """Say once that epsilons of several trainings on the same data add up."""
     if _trained_on.get(id(dataset)) is dataset and not _warned:
         _warned.append(True)
         _log.warning(
@@ -223,7 +220,6 @@ def warn_of_second_engine(dataset: Any) -> None:
 
 
 def planned_steps(epochs: int | None, steps: int | None, length: int) -> int | None:
-    """The number of steps that is fixed in advance, if any."""
     if epochs is not None and steps is not None:
         raise InvalidInputError("give epochs or steps, not both")
     if epochs is not None:

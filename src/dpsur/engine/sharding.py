@@ -23,7 +23,6 @@ from dpsur.per_example.tape import Tape
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether a module has parameters of which each rank holds a part."""
     return any(isinstance(value, DTensor) for value in module.parameters())
 
 
@@ -107,7 +106,6 @@ class Sharding:
     # --- sums, noise and gradients ----------------------------------------------------------------
 
     def reduce(self, name: str, value: Tensor) -> Tensor:
-        """This rank's shard of a sum over all ranks."""
         like = self.trained[name]
         assert isinstance(like, DTensor)
         mesh = like.device_mesh
@@ -139,7 +137,6 @@ class Sharding:
         return int(offsets[0]) * row if offsets else 0
 
     def distribute(self, name: str, value: Tensor) -> DTensor:
-        """A shard as the part of a whole that it is."""
         like = self.trained[name]
         assert isinstance(like, DTensor)
         return DTensor.from_local(
@@ -168,7 +165,6 @@ class _ShardedTape(Tape):
         )
 
     def follows(self, value: Tensor) -> bool:
-        """Whether a tensor is a gathered weight that is trained."""
         if isinstance(value, nn.Parameter) and self.slot(value) is not None:
             raise UnsupportedModelError(
                 f"the model uses the weight {self.names[id(value)]} outside of a layer with a "

@@ -78,6 +78,8 @@ class PrivateStep:
     # the most records that are worked on at once, where memory is short
     max_physical_batch_size: int | None = None
     capture: bool = True  # as CUDA graphs, on a GPU
+    _records: RecordFunction | None = field(default=None, init=False, repr=False)
+    _graphs: GradientGraphs | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -85,7 +87,6 @@ class PrivateStep:
         update_wrapper(self, self.function)
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Make a step with a batch of the private loader."""
         figures = self.engine.clip_batch(self, batch, args, kwargs)
         self.engine._optimizer.step()
         return figures
@@ -155,8 +156,6 @@ class PrivateLoop:
         self._content: Any = None  # of the batch at hand
         self._versions: list[int] = []  # of its tensors, which in-place changes count up
         self._private_steps: list[PrivateStep] = []
-        self._functions: dict[PrivateStep, RecordFunction] = {}
-        self._graphs: dict[PrivateStep, GradientGraphs] = {}
         self._refused = False  # for coupling
         self._yields_open = False  # whether the loader has yielded a batch that is not opaque
         self._from_function = False  # whether the sum at hand was made by a private step
@@ -195,7 +194,6 @@ class PrivateLoop:
 
     @property
     def _sample(self) -> tuple[int, float]:
-        """The records that this rank draws from, and at which rate."""
         return -(-self._units.size // self._streams.ranks.size), self._units.rate
 
     def _batch_streams(self) -> Streams:
@@ -269,7 +267,6 @@ class PrivateLoop:
 
     @property
     def _test_was_interrupted(self) -> bool:
-        """Whether a test of a block was charged and then not made."""
         return self.accountant.tests > int(memory_of(self._at_hand())["tests"])
 
     def _check_size(self) -> None:
@@ -282,7 +279,6 @@ class PrivateLoop:
             )
 
     def yielded(self, batch: Microbatch, content: Any) -> None:
-        """The loader is about to yield a microbatch."""
         self._check_size()
         self._make_tests()  # where one was interrupted
         if not batch.before and self.due is not None:
@@ -341,7 +337,6 @@ class PrivateLoop:
             raise
 
     def check_refusal(self) -> None:
-        """Refuse everything after a refusal for coupling."""
         if self._refused:
             raise StepError(
                 "an earlier step of this engine was refused because records could depend on each "
@@ -452,17 +447,13 @@ class PrivateLoop:
     ) -> Iterator[tuple[Params, Tensor, dict[str, Tensor]]]:
         """Clipped sums of some records at a time, with their losses and other figures."""
         watcher, device = self._watcher, self._watcher.device
-        if step not in self._functions:
+        records = step._records
+        if records is None:
             models = self._module, *modules_of(step.function)
-            self._functions[step] = RecordFunction(models, watcher.trained)
-        records = self._functions[step]
-
+            records = step._records = RecordFunction(models, watcher.trained)
+        if step._graphs is None and step.capture and device.type == captured.DEVICE:
+            step._graphs = GradientGraphs(watcher, records, self._sample, step.function)
         function = partial(step.function, self._module)
-        graphs = None
-        if step.capture and device.type == captured.DEVICE:
-            if step not in self._graphs:
-                self._graphs[step] = GradientGraphs(watcher, records, self._sample, step.function)
-            graphs = self._graphs[step]
         limit = step.max_physical_batch_size or self._loader.poisson.most
         groups = groups_of(batch.to(device, non_blocking=True))
         for group in groups:
@@ -472,8 +463,8 @@ class PrivateLoop:
                 count = min(most, group.records - start)
                 some = slice(start, start + count)
                 part = map_tensors(lambda v: v[some], group.batch, otherwise=keep)  # noqa: B023
-                if graphs is not None:
-                    found = graphs.run(function, part, count, split, args, kwargs)
+                if step._graphs is not None:
+                    found = step._graphs.run(function, part, count, split, args, kwargs)
                     if found is not None:
                         yield {}, *found
                         continue
@@ -519,7 +510,6 @@ class PrivateLoop:
                 ranks.check_state(trained, f"after step {steps}")
 
     def _take_step(self, *, charged: bool = False) -> tuple[State, Verdict]:
-        """The step that `fit` makes, on the weights of the module."""
         self._streams.device = self._watcher.device
         return take_step(
             self._procedure, self.accountant, self._streams, self._at_hand(), charged=charged

@@ -54,7 +54,6 @@ class WatchedCall:
 
     tape: Tape | None
     rows: int
-    outputs: list[Tensor] = field(default_factory=list)
     # the outputs themselves, and how many hooks they had when the model returned them
     returned: list[tuple[Tensor, int]] = field(default_factory=list)
     cut: dict[tuple[Any, int], "WatchedCall"] = field(default_factory=dict)
@@ -116,14 +115,12 @@ class Watcher(TrainedModule):
         return _inactive, ()
 
     def detach(self) -> None:
-        """Leave the module alone from now on."""
         self._handle.remove()
         self._take_away()
         self._watched = {}
         _watchers.discard(self)
 
     def _take_away(self) -> None:
-        """Give the module its own methods back."""
         held = vars(self.module)
         for name in self._watched:
             held.pop(name, None)
@@ -268,7 +265,6 @@ class Watcher(TrainedModule):
         def note(value: Tensor) -> Tensor:
             if value.grad_fn is not None:
                 call.cut[value.grad_fn, value.output_nr] = call
-                call.outputs.append(value.detach())
                 call.returned.append((value, _hooks(value)))
             return value
 
@@ -377,7 +373,6 @@ class Watcher(TrainedModule):
             )
 
     def _in_order(self, call: WatchedCall) -> bool:
-        """Whether each tensor is one of the loader's, with its records in their order."""
         return all(map(self._owner.has_yielded, call.given))
 
     def after_backward(self, calls: list[WatchedCall], scale: float | Tensor) -> None:
@@ -403,7 +398,8 @@ class Watcher(TrainedModule):
             call.tape.recording = False
             with torch.no_grad(), precision(tf32=False):
                 call.tape.carry_back()
-                call.tape.spoiled = rows_with_nan(call.outputs, call.rows)
+                outputs = [value.detach() for value, _ in call.returned]
+                call.tape.spoiled = rows_with_nan(outputs, call.rows)
             if tapes and not apart:
                 tapes[0].join(call.tape)
             else:
@@ -463,7 +459,6 @@ class WatchedForward:
 
 
 def _methods(module: nn.Module) -> list[str]:
-    """Methods that a program has written for its model, which may compute a loss."""
     kinds = type(module).__mro__
     known = [kind for kind in kinds if kind.__module__.partition(".")[0] in _LIBRARIES]
     own = [vars(kind).items() for kind in kinds if kind not in known]
@@ -502,7 +497,6 @@ def _inactive() -> Watcher:
 
 
 def _row_count(inputs: Arguments) -> int:
-    """How many rows a call is for; refuses arguments that do not agree."""
     found = tensors_of(inputs)
     if not found:
         raise UnsupportedModelError("the model was called without a tensor; pass it the records")

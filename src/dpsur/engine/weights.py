@@ -81,12 +81,10 @@ class PrivateOptimizer(Optimizer):
         return loss
 
     def plain_step(self) -> None:
-        """The step of the original class, along what stands in `.grad`."""
         super().step()
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse what is no optimizer, or one that cannot make private steps."""
     if not isinstance(optimizer, Optimizer):
         raise InvalidInputError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
@@ -161,7 +159,6 @@ class Sums:
     replaying: bool = False  # whether they have added records that are not counted yet
 
     def add(self, rows: int, params: Params) -> None:
-        """Add the clipped gradients of some more records."""
         self.rows += rows
         for name, value in params.items():
             self.params[name] = self.params[name] + value if name in self.params else value
@@ -280,7 +277,6 @@ class TrainedModule:
         return next(iter(self.trained.values())).device
 
     def check_parameters(self) -> None:
-        """Refuse a module whose parameters are no longer those of the set-up."""
         if self.sharding is not None:
             self.sharding.reshard()
         now = dict(self.module.named_parameters())
@@ -361,7 +357,6 @@ class TrainedModule:
         }
 
     def check_interrupted(self) -> None:
-        """Refuse to continue where a graph may have added records that were not counted."""
         if self.sums.replaying:
             raise StepError(
                 "a step was interrupted while it added up gradients, so that its records could "
@@ -369,12 +364,10 @@ class TrainedModule:
             )
 
     def forget(self) -> None:
-        """Drop what the batch at hand has added up."""
         self.sums, self.calls = Sums(), []
 
 
 def check_all_used(*tapes: Tape) -> None:
-    """Refuse a parameter that no layer has used."""
     if any(tape.incomplete for tape in tapes):
         return
     used = {name for tape in tapes for name, kept in tape.contributions.items() if kept}
@@ -410,7 +403,6 @@ class ModuleWeights:
         self.at_rest: OptimizerCopy | None = None
 
     def live(self) -> Params:
-        """The tensors at hand, by kind and name."""
         found: Params = {}
         for place, module in enumerate((self.module, *self._followers)):
             prefix = f"{place - 1} " if place else ""
@@ -422,7 +414,6 @@ class ModuleWeights:
         return {name: value.detach().clone() for name, value in self.live().items()}
 
     def write(self, saved: Params) -> None:
-        """Put saved tensors back, and forget the gradient."""
         with torch.no_grad():
             for name, value in self.live().items():
                 value.copy_(saved[name])
@@ -430,7 +421,6 @@ class ModuleWeights:
             value.grad = None
 
     def copy_optimizer(self) -> OptimizerCopy:
-        """The optimizer's state, to be put back later."""
         state = {key: copy.deepcopy(value) for key, value in self.optimizer.state.items()}
         groups = [
             {name: copy.copy(value) for name, value in group.items() if name != "params"}
@@ -513,7 +503,6 @@ class Rates:
         self._set = self._now()
 
     def forget(self) -> None:
-        """The optimizer was put back, and its rates with it."""
         self._set = None
 
 

@@ -56,14 +56,12 @@ class PersonLoss(nn.Module):
         self.of_record = of_record
 
     def forward(self, outputs: TensorTree, targets: PersonTargets) -> Tensor:
-        """The mean over one person, or over the means of several."""
         flat = map_tensors(lambda value: value.flatten(0, 1), outputs)
         losses = losses_one_by_one(self.of_record, flat, record_rows(targets))
         return targets.mean(losses.view(targets.present.shape)).mean()
 
 
 def record_loss(loss: LossFunction) -> LossFunction:
-    """The loss of a single record."""
     return loss.of_record if isinstance(loss, PersonLoss) else loss
 
 
@@ -79,7 +77,6 @@ class Groups:
 
     @property
     def count(self) -> int:
-        """How many persons there are."""
         return int(self.person.max()) + 1
 
 
@@ -100,7 +97,6 @@ def check_by_record(groups: Any, records: int | None, *, plain: bool) -> None:
 
 
 def called(groups: Callable[..., Any], what: str, records: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """The names that a function gives to the persons of some records."""
     found: list[Any] = []
     for record in records:
         if not found:
@@ -115,7 +111,6 @@ def called(groups: Callable[..., Any], what: str, records: Iterable[tuple[Any, .
 
 
 def number_persons(names: Iterable[Any], records: int) -> Tensor:
-    """A number for every record, the same for those of one person."""
     if isinstance(names, (str, bytes)) or not hasattr(names, "__iter__"):
         raise InvalidInputError(
             f"groups must name the person of every record, got {checks.shown(names)}; pass an "
@@ -207,7 +202,6 @@ class PersonRecords:
 
     @property
     def joining(self) -> int:
-        """How many records may join one by one."""
         return int(self._counts.sum())
 
     def draw_joining(self, uniform: Callable[[int], Tensor]) -> Tensor:

@@ -91,7 +91,6 @@ def call(model: Callable[..., Any], inputs: TensorTree) -> TensorTree:
 
 
 def call_on(model: nn.Module, params: Params, inputs: TensorTree) -> TensorTree:
-    """Outputs of a model with other values for the parameters that are named."""
     with use_weights(model, lambda name, own: params.get(name, own)) as called:
         return call(called, inputs)
 
@@ -158,7 +157,6 @@ class Objective:
         return next(self.model.parameters()).device
 
     def training_precision(self) -> AbstractContextManager[object]:
-        """Where a forward pass is made whose gradients are wanted."""
         if not self.bf16:
             return nullcontext()
         # without its cache, which would outlive the weights of a captured trial
@@ -191,7 +189,6 @@ class Objective:
         return concatenate_rows(parts)
 
     def losses(self, params: Params, examples: Examples) -> Tensor:
-        """The loss of each record by itself, in evaluation mode."""
         return example_losses(self.loss, self.outputs(params, examples.inputs), examples.targets)
 
 
@@ -378,7 +375,6 @@ def without_flattening(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def fixed_parts(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers, whether or not they are saved, and parameters that are not trained."""
     parts = dict(model.named_buffers(remove_duplicate=False))
     for name, value in model.named_parameters(remove_duplicate=False):
         if not value.requires_grad:
@@ -400,7 +396,6 @@ def check_fixed_parts(model: nn.Module, original: nn.Module) -> None:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same, NaN included."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(_bytes(one.to(other.device)), _bytes(other))

@@ -125,7 +125,6 @@ def widen(values: Tensor) -> Tensor:
 
 
 def device_name(device: torch.device) -> str:
-    """What the machine calls the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

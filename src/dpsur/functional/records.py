@@ -78,7 +78,6 @@ class Examples:
         return self.map(lambda value: value[some])
 
     def parts(self, rows: int) -> "Iterator[Examples]":
-        """Return all rows in order, some at a time."""
         for start in range(0, len(self), rows):
             yield self.part(slice(start, start + rows))
 
@@ -156,9 +155,7 @@ class HostExamples(Examples):
 class RecordReader(Protocol):
     """Reads records by their numbers, from a file or a data set."""
 
-    def read(self, rows: Tensor) -> Examples:
-        """These records, in this order, in memory of the host."""
-        ...
+    def read(self, rows: Tensor) -> Examples: ...
 
 
 @dataclass(frozen=True, repr=False)
@@ -175,7 +172,6 @@ class StreamedExamples(HostExamples):
         return self.select(torch.arange(*some.indices(len(self)), device="cpu"))
 
     def parts(self, rows: int) -> Iterator[Examples]:
-        """Return all rows in order, some at a time; the next ones are read meanwhile."""
         ahead: Future[Examples] | None = None
         for start in range(0, len(self), rows):
             found = self._span(start, rows) if ahead is None else ahead.result()
@@ -186,7 +182,6 @@ class StreamedExamples(HostExamples):
         return replace(self, device=device, _ahead={})
 
     def with_targets(self, convert: Callable[[Tensor], Tensor]) -> "StreamedExamples":
-        """Convert every tensor of the targets when it is read."""
         targets = map_tensors(lambda value: blank_rows(convert(value[:1]), len(self)), self.targets)
         return replace(self, targets=targets, reader=_Converted(self.reader, convert), _ahead={})
 
@@ -204,8 +199,6 @@ class StreamedExamples(HostExamples):
 
 @dataclass(frozen=True)
 class _Converted:
-    """A reader whose targets are converted."""
-
     reader: RecordReader
     convert: Callable[[Tensor], Tensor]
 
@@ -215,7 +208,6 @@ class _Converted:
 
 
 def blank_rows(record: Tensor, count: int) -> Tensor:
-    """Rows like a record's, without its values, in the memory of one."""
     filler = float("nan") if record.is_floating_point() else 0
     return torch.full_like(record[:1], filler).expand(count, *record.shape[1:])
 

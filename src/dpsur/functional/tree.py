@@ -37,7 +37,6 @@ class PersonRows:
 
     @property
     def records_each(self) -> int:
-        """How many records a row has room for."""
         return int(tensors_of(self.rows)[0].shape[1])
 
 
@@ -125,7 +124,6 @@ def _rebuild(tree: Any, children: dict[Any, Any]) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of a tree in the order of its structure."""
     if isinstance(tree, Tensor):
         return [tree]
     found: list[Tensor] = []
@@ -165,18 +163,16 @@ def slice_rows(rows: TensorTree, some: slice) -> TensorTree:
 
 
 def split_rows(rows: TensorTree, size: int) -> list[TensorTree]:
-    """A tree in parts of at most `size` rows."""
     if isinstance(rows, Tensor):
         return list(torch.split(rows, size))
     count = row_count(rows)
     return [slice_rows(rows, slice(start, start + size)) for start in range(0, count, size)]
 
 
-def concatenate_rows(parts: list[TensorTree], dim: int = 0) -> TensorTree:
-    """Parts of the same structure, one after the other."""
+def concatenate_rows(parts: list[TensorTree]) -> TensorTree:
     if len(parts) == 1:
         return parts[0]
-    return map_tensors(lambda *each: torch.cat(each, dim), *parts)
+    return map_tensors(lambda *each: torch.cat(each), *parts)
 
 
 def signature(rows: TensorTree) -> tuple[Any, ...]:
@@ -198,7 +194,6 @@ def describe_rows(rows: TensorTree, count: int | None = None) -> str:
 
 
 def check_rows(rows: TensorTree, name: str) -> int | None:
-    """Refuse a tree that does not hold one row per record everywhere; return their number."""
     count = first = None
     try:
         found = flatten(rows)
@@ -221,7 +216,6 @@ def check_rows(rows: TensorTree, name: str) -> int | None:
 
 
 def flatten(tree: Any) -> dict[str, Tensor]:
-    """Name every tensor by its path."""
     if isinstance(tree, Tensor):
         return {"": tree}
     if tree is None:
@@ -324,7 +318,6 @@ def parts(*several: Params, most: int) -> Iterator[tuple[Tensor, ...]]:
 
 
 def from_vector(vector: Tensor, like: Params) -> Params:
-    """Views of a vector in the shapes of parameters."""
     shapes = list(like.values())
     parts = _unflatten_dense_tensors(vector, shapes)  # type: ignore[no-untyped-call]
     if any(not value.numel() for value in shapes):  # those come back without their shapes

@@ -14,7 +14,6 @@ from dpsur.opacus.modules import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from dpsur.opacus.privacy_engine import PrivacyEngine
 from dpsur.opacus.validation import ModuleValidator
 
-names.install()
 GradSampleModule = names.find("GradSampleModule")
 GradSampleModuleFastGradientClipping = names.find("GradSampleModuleFastGradientClipping")
 

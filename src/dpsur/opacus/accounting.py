@@ -27,7 +27,6 @@ class IAccountant:
             self.history.append((*kind, 1))
 
     def get_epsilon(self, delta: float, **_: Any) -> float:
-        """Epsilon of the history; further arguments of Opacus, such as alphas, have no effect."""
         return spent(self.history, delta)
 
     def get_privacy_spent(self, *, delta: float, alphas: Any = None) -> tuple[float, float]:
@@ -81,7 +80,6 @@ class LedgerView(IAccountant):
     """The ledger of an engine with the names of an accountant. Only the engine charges steps."""
 
     def __init__(self, ledger: Account | None, earlier: History) -> None:
-        """Take the ledger, None before `make_private`, and the steps of earlier trainings."""
         self._ledger, self._earlier = ledger, earlier
 
     def __getattr__(self, name: str) -> Any:
@@ -96,14 +94,10 @@ class LedgerView(IAccountant):
 
     @property
     def history(self) -> History:  # type: ignore[override]
-        return [*self._earlier, *map(_plain_step, self._entries)]
-
-    @property
-    def _entries(self) -> tuple[Entry, ...]:
-        return () if self._ledger is None else self._ledger.charged.entries
+        entries = () if self._ledger is None else self._ledger.charged.entries
+        return [*self._earlier, *map(_plain_step, entries)]
 
     def get_epsilon(self, delta: float, **_: Any) -> float:
-        """Epsilon of the steps made so far, tests of a gate included."""
         if self._earlier or self._ledger is None:
             return spent(self.history, delta)
         return self._ledger.get_epsilon(delta)
@@ -139,7 +133,6 @@ def _with_history(history: History) -> PRVAccountant:
 
 
 def _plain_step(entry: Entry) -> tuple[float, float, int]:
-    """Steps of one kind, as Opacus counts them."""
     update = entry.step.update if isinstance(entry.step, Trial) else None
     if isinstance(update, SampledGaussian) and entry.step == Trial(update):
         return update.noise_multiplier, update.sample_rate, entry.trials
@@ -152,7 +145,6 @@ def _plain_step(entry: Entry) -> tuple[float, float, int]:
 
 
 def spent(history: Sequence[tuple[float, float, int]], delta: float) -> float:
-    """Epsilon of a history of steps; infinite where one has no noise."""
     if any(not noise for noise, _, count in history if count):
         return float("inf")
     ledger = Account.without_limit(delta)
@@ -176,7 +168,6 @@ def create_accountant(mechanism: str) -> IAccountant:
 def register_accountant(
     mechanism: str, accountant: type[IAccountant], *, force: bool = False
 ) -> None:
-    """Make a class known to `create_accountant`. Engines charge to their own ledger."""
     if mechanism in _KINDS and not force:
         raise InvalidInputError(f"accountant {mechanism!r} exists; pass force=True to replace it")
     _KINDS[mechanism] = accountant

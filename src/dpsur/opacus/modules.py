@@ -18,21 +18,7 @@ from dpsur.engine.loader import BatchMemoryManager as BatchMemoryManager
 from dpsur.errors import InvalidInputError
 from dpsur.per_example.api import per_example_gradients
 
-
-class DPLSTM(nn.LSTM):
-    """`nn.LSTM`."""
-
-
-class DPGRU(nn.GRU):
-    """`nn.GRU`."""
-
-
-class DPRNN(nn.RNN):
-    """`nn.RNN`."""
-
-
-class DPMultiheadAttention(nn.MultiheadAttention):
-    """`nn.MultiheadAttention`."""
+DPLSTM, DPGRU, DPRNN, DPMultiheadAttention = nn.LSTM, nn.GRU, nn.RNN, nn.MultiheadAttention
 
 
 class DifferentiallyPrivateDistributedDataParallel(nn.Module):
@@ -73,12 +59,8 @@ def trainable_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]
             yield name, value
 
 
-def clone_module(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module)
-
-
-def get_submodule(module: nn.Module, target: str) -> nn.Module:
-    return module.get_submodule(target)
+clone_module = copy.deepcopy
+get_submodule = nn.Module.get_submodule
 
 
 def are_state_dict_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -216,9 +216,6 @@ class _Modules(MetaPathFinder, Loader):
             return None
         return ModuleSpec(fullname, self, is_package=True)
 
-    def create_module(self, spec: ModuleSpec) -> None:
-        del spec
-
     def exec_module(self, module: ModuleType) -> None:
         path = module.__name__.removeprefix(f"{ROOT}.")
         below = [
@@ -232,7 +229,4 @@ class _Modules(MetaPathFinder, Loader):
         module.__dict__.update(__getattr__=find, __all__=below)
 
 
-def install() -> None:
-    """Let the modules of the table be imported."""
-    if not any(isinstance(finder, _Modules) for finder in sys.meta_path):
-        sys.meta_path.append(_Modules())
+sys.meta_path.append(_Modules())

@@ -88,11 +88,9 @@ class PrivacyEngine(Engine):
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
-        """A repaired copy of a model, which is refused if something is left."""
         return ModuleValidator.fix_and_validate(module)
 
     def is_compatible(self, *, module: nn.Module, **_: Any) -> bool:
-        """Whether nothing is wrong with a model."""
         return ModuleValidator.is_valid(module)
 
     def save_checkpoint(
@@ -145,7 +143,6 @@ class PrivacyEngine(Engine):
 
 
 def _translate(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Arguments of Opacus as those of this library, and whether the loss is returned as well."""
     options = dict(options)
     options.pop("wrap_model", None)  # models are never wrapped
     options.pop("rand_on_empty", None)  # a batch without records is a step of noise

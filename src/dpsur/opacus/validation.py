@@ -41,7 +41,6 @@ class ModuleValidator:
 
     @classmethod
     def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedModelError]:
-        """The errors of a model; raises the first one if `strict` is set."""
         errors = []
         if not module.training:
             errors.append(UnsupportedModelError("the model is in evaluation mode; call train()"))
@@ -84,7 +83,6 @@ class ModuleValidator:
 
     @classmethod
     def fix_and_validate(cls, module: nn.Module, **options: Any) -> nn.Module:
-        """A repaired copy; raises if something is left that cannot be repaired."""
         repaired = cls.fix(module, **options)
         cls.validate(repaired, strict=True)
         return repaired
@@ -146,7 +144,6 @@ def _norm(
 
 
 def _like(norm: _BatchNorm, new: nn.Module) -> nn.Module:
-    """A layer with the scale and shift of a BatchNorm."""
     if norm.affine:
         new.load_state_dict({"weight": norm.weight, "bias": norm.bias})
         new.to(norm.weight.device, norm.weight.dtype)

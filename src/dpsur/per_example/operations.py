@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpsur.functional.process_settings import widen
+from dpsur.functional.process_settings import as_autocast_sees, widen
 from dpsur.functional.tree import tensors_of, with_tensors
 from dpsur.per_example.contributions import Contribution, Products, Rows
 from dpsur.per_example.kernels.products import fast_linear
@@ -30,7 +30,7 @@ from dpsur.per_example.rules.embedding import (
     embedding_map,
     first_places,
 )
-from dpsur.per_example.rules.linear import linear_map
+from dpsur.per_example.rules.linear import linear_map, watch_linear
 from dpsur.per_example.rules.normalization import (
     group_norm_map,
     layer_norm_map,
@@ -155,8 +155,10 @@ def _matmul(tape: Tape, input: Tensor, other: Tensor) -> Any:
     """Examples times a matrix; any other product is repeated per example."""
     if other.dim() != 2 or tape.slot(other) is None or tape.slot(input) is not None:
         raise NotSupportedError("a product of a weight by something else than a matrix of it")
+    input = as_autocast_sees(input)
     output = fast_linear(input, other.mT)
-    return _times(tape, input @ other if output is None else output, input, other, None)
+    output = input @ other if output is None else output
+    return watch_linear(tape, output, input, other, None, transposed=True)
 
 
 def _addmm(
@@ -164,25 +166,10 @@ def _addmm(
 ) -> Any:
     if (beta, alpha) != (1, 1) or input.dim() != 1 or tape.slot(mat1) is not None:
         raise NotSupportedError("addmm with factors or with a weight on its left")
+    mat1 = as_autocast_sees(mat1)
     output = fast_linear(mat1, mat2.mT, input)
     output = torch.addmm(input, mat1, mat2) if output is None else output
-    return _times(tape, output, mat1, mat2, input)
-
-
-def _times(tape: Tape, output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear map by a weight of the shape (in, out), as `Conv1D` of Hugging Face has it."""
-    layout, slot, shift = tape.examples_in(output), tape.slot(weight), tape.slot(bias)
-
-    def record(gradient: Tensor) -> Uses:
-        rows = tape.examples
-        outputs = layout.by_example(gradient).reshape(rows, -1, gradient.shape[-1])
-        if slot is not None:
-            inputs = layout.by_example(x).reshape(rows, -1, x.shape[-1]).detach()
-            yield slot, Products(outputs, inputs).cheapest()
-        if shift is not None:
-            yield shift, Rows(outputs.sum(1))
-
-    return tape.watch(output, record)
+    return watch_linear(tape, output, mat1, mat2, input, transposed=True)
 
 
 OPERATION_RULES: dict[Any, Callable[..., Any]] = {

@@ -40,6 +40,23 @@ def linear_map(
         output = _linear(input)(input, weight, bias)
     else:
         output = _linear(input)(input, weight[some], None if bias is None else bias[some])
+    return watch_linear(tape, output, input, weight, bias, some=some)
+
+
+def watch_linear(
+    tape: Tape,
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    some: slice | None = None,
+    transposed: bool = False,
+) -> Tensor:
+    """The output of a linear map, watched.
+
+    A weight that is `transposed` has the shape (in, out), as that of `Conv1D` of Hugging Face.
+    """
     layout = tape.examples_in(output)
     weight_slot, bias_slot = tape.slot(weight), tape.slot(bias)
 
@@ -47,7 +64,7 @@ def linear_map(
         if some is not None:
             gradient = F.pad(gradient, (some.start, len(weight) - some.stop))
         rows, width = tape.examples, gradient.shape[-1]
-        if gradient.numel() == rows * width:  # one vector per example, wherever they are held
+        if gradient.numel() == rows * width and not transposed:  # a vector per example, anywhere
             output = Output(widen(gradient).reshape(rows, width))
             if weight_slot is not None:
                 inputs = widen(input).detach().reshape(rows, input.shape[-1])
@@ -61,7 +78,8 @@ def linear_map(
         outputs = layout.split(gradient if narrow else widen(gradient)).reshape(rows, -1, width)
         if weight_slot is not None:
             inputs = layout.split(seen).reshape(rows, -1, input.shape[-1])
-            yield weight_slot, Products(inputs, outputs).cheapest()
+            pair = (outputs, inputs) if transposed else (inputs, outputs)
+            yield weight_slot, Products(*pair).cheapest()
         if bias_slot is not None:
             total = outputs.sum(1, dtype=torch.float32) if narrow else outputs.sum(1)
             yield bias_slot, Rows(total)
