@@ -25,7 +25,7 @@ from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import BATCH, NOISE, VAL_NOISE, Draws
 from dpsur.mechanism.trial import LossTestGate, Selective, mean_losses
 from dpsur.methods.gradient_method import GradientMethod
-from dpsur.privacy.events import Step
+from dpsur.privacy.events import SampledGaussian
 from dpsur.privacy.plan import Plan
 from dpsur.runs.session import Session
 
@@ -111,9 +111,9 @@ class _LessNoise(DpGradient):
 
     charged: DpGradient
 
-    def step(self, state: State) -> Step:
+    def event(self, state: State) -> SampledGaussian:
         """What is charged."""
-        return self.charged.step(state)
+        return self.charged.event(state)
 
 
 class DividedByDrawnSize(DpGradient):

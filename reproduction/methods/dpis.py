@@ -1,6 +1,6 @@
 """DPIS (Wei et al. 2022), reconstructed: records join a batch in proportion to their gradients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -15,7 +15,7 @@ from dpsur.mechanism import gaussian
 from dpsur.mechanism.gates import Metrics
 from dpsur.mechanism.gaussian import dp_mean_gradient
 from dpsur.mechanism.proposer import GradientProposer, GradientSource, Sampler
-from dpsur.mechanism.state import Candidate, Procedure, State
+from dpsur.mechanism.state import START, Candidate, Procedure, State
 from dpsur.mechanism.streams import COINS, NOISE, STEERING, Draws
 from dpsur.mechanism.trial import Selective
 from dpsur.methods.gradient_method import BLOCK_GATE, NO_GATE, GradientMethod
@@ -221,12 +221,11 @@ class Dpis(GradientMethod):
             self._updates_by_rate(plan, norms),
         )
         source = ImportanceGradient(Sampler(problem), steering)
-        steps = self.proposer(problem, source, plan.length)
+        plain = self.proposer(problem, source, plan.length)
+        steps = ImportanceProposer(problem, source, plain.optimizer, plain.schedule, plain.average)
         if plan.tests:
             return self.block_procedure(plan, steps)
-        return Selective(
-            ImportanceProposer(steps, source), self.make_gate(problem, plan), plan.setup
-        )
+        return Selective(steps, self.make_gate(problem, plan), plan.setup)
 
     def _updates_by_rate(
         self, plan: Plan, norms: SampledGaussian
@@ -264,10 +263,6 @@ class ImportanceGradient(GradientSource):
     sampler: Sampler
     steering: Steering
 
-    def step(self, state: State) -> Step:
-        """A release of the norms where one is due, else an update at the rate that they imply."""
-        return self.steering.norms if self.refresh_is_due(state) else Trial(self.event(state))
-
     def event(self, state: State) -> SampledGaussian:
         """Rate and noise of an update, by the last release of the norms."""
         assert state.memory is not None
@@ -299,10 +294,6 @@ class ImportanceGradient(GradientSource):
     def with_clip_norm(self, max_grad_norm: Tensor) -> Self:
         """The same with another clipping norm, of gradients and of the norms that are released."""
         return replace(self, steering=replace(self.steering, max_grad_norm=float(max_grad_norm)))
-
-    def restarted(self, memory: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """A release is due: the norms are those of other weights."""
-        return {**memory, "refresh_at": torch.zeros_like(memory["refresh_at"])}
 
     def initial_memory(self, state: State) -> Mapping[str, Tensor]:
         """Nothing is known of the norms yet."""
@@ -347,26 +338,35 @@ class ImportanceGradient(GradientSource):
 
 
 @dataclass(frozen=True)
-class ImportanceProposer:
-    """DPIS: now and then a release of the norms, otherwise an update."""
+class ImportanceProposer(GradientProposer):
+    """DPIS: now and then a release of the norms, else an update at the rate that they imply."""
 
-    steps: GradientProposer
     source: ImportanceGradient
 
     def step(self, state: State) -> Step:
         """A release of the norms where one is due, else an update."""
-        return self.source.step(state)
+        if self.source.refresh_is_due(state):
+            return self.source.steering.norms
+        return super().step(state)
 
     def initial_state(self) -> State:
         """Nothing is known of the norms yet."""
-        state = self.steps.initial_state()
+        state = super().initial_state()
         return replace(state, memory=self.source.initial_memory(state))
 
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
         """Release the norms, or take one step."""
         if self.source.refresh_is_due(state):
             return Candidate(self.source.released(state, draws))
-        return self.steps.propose(state, draws, position)
+        return super().propose(state, draws, position)
+
+    def restore(self, state: State, name: str, add: Sequence[tuple[str, float]] = ()) -> State:
+        """Where training starts again a release is due: the norms are those of other weights."""
+        state = super().restore(state, name, add)
+        if name != START or state.memory is None:
+            return state
+        due = torch.zeros_like(state.memory["refresh_at"])
+        return replace(state, memory={**state.memory, "refresh_at": due})
 
     def padded(self) -> None:
         """Rates change during the run, and so do the shapes of batches."""

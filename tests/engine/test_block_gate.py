@@ -319,7 +319,7 @@ def no_random_number_is_drawn_twice():
         return real(self, count, offset)
 
     def add_normal(self, values, scale, **more):
-        drawn.append((self.purpose, int(self._step), self._next))
+        drawn.append((self.purpose, int(self.step), self._next))
         return added(self, values, scale, **more)
 
     with pytest.MonkeyPatch.context() as patch:

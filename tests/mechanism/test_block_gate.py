@@ -43,7 +43,7 @@ from dpsur.privacy.events import Gaussian, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import cheapest_test
 from reproduction.methods import Dpis
-from reproduction.methods.dpis import ImportanceGradient
+from reproduction.methods.dpis import ImportanceProposer
 from tests.conftest import blobs, small_model
 from tests.mutants import Mutant, law_tests
 from tests.statistics import assert_standard_deviation
@@ -815,7 +815,7 @@ def test_importance_sampling_releases_norms_at_the_start_of_every_block(monkeypa
     charged = sum(n * getattr(e, "repeats", 0) for e, n in plan.charges())
     assert charged == plan.updates == 17
     # without a release of its own a block would be steered by the norms of other weights
-    monkeypatch.setattr(ImportanceGradient, "restarted", lambda self, memory: memory)
+    monkeypatch.setattr(ImportanceProposer, "restore", GradientProposer.restore)
     with pytest.raises(BudgetError, match="was not planned"):
         list(steps_of(gate, plan))
 

@@ -518,12 +518,7 @@ class ModuleGradient(GradientSource):
     update: SampledGaussian | NonPrivate
     expected: float  # size of a batch
 
-    def step(self, state: State) -> Step:  # noqa: ARG002
-        """An update, which without noise is no sampled Gaussian."""
-        return Trial(self.update)
-
-    def event(self, state: State) -> SampledGaussian:  # noqa: ARG002
-        assert isinstance(self.update, SampledGaussian)
+    def event(self, state: State) -> SampledGaussian | NonPrivate:  # noqa: ARG002
         return self.update
 
     def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:  # noqa: ARG002
@@ -558,7 +553,7 @@ class ModuleUpdates:
     schedule: Callable[[Tensor], Tensor] | None = None
 
     def step(self, state: State) -> Step:
-        return self.source.step(state)
+        return Trial(self.source.event(state))
 
     def initial_state(self) -> State:
         """Counts. They are on the host, where verdicts go."""

@@ -36,7 +36,7 @@ from dpsur.mechanism.proposer import GradientSource
 from dpsur.mechanism.rate_search import Displacement, RateRule, RateSearch
 from dpsur.mechanism.state import START, Candidate, Procedure, Proposer, State, Verdict
 from dpsur.mechanism.streams import Draws
-from dpsur.privacy.events import Event, Step, Trial
+from dpsur.privacy.events import Event, SampledGaussian, Step, Trial
 from dpsur.privacy.plan import Plan
 
 
@@ -91,7 +91,7 @@ class _Blocks:
 
     def step(self, state: State) -> Step:
         """A test where a block is done, else what the source of gradients has next."""
-        return self.plan.test if self.test_is_due(state) else self.updates.source.step(state)
+        return self.plan.test if self.test_is_due(state) else self.updates.step(state)
 
     def test_is_due(self, state: State) -> bool:
         """Whether all updates before the next test were made; padded steps are updates alone."""
@@ -102,9 +102,10 @@ class _Blocks:
         return done >= len(sizes) or int(memory["made"]) >= sizes[done]
 
     def update(self, state: State, draws: Draws, position: Tensor) -> Candidate:
+        """An update, or a figure that is released before it, as a menu is chosen by."""
         found = self.updates.propose(state, draws, position)
         memory = memory_of(found.state)
-        memory["made"] = memory["made"] + 1
+        memory["made"] = memory["made"] + int(isinstance(self.updates.step(state), Trial))
         return replace(found, state=replace(found.state, memory=memory))
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:  # noqa: ARG002
@@ -149,7 +150,7 @@ class RateSearchTraining(_Blocks):
         state = self.updates.initial_state()
         device = state.updates.device
         memory = {
-            **self.updates.source.initial_memory(state),
+            **(state.memory or {}),
             "made": torch.zeros((), dtype=torch.int64, device=device),  # since the last test
             **self.search.initial_memory(device),
         }
@@ -160,13 +161,10 @@ class RateSearchTraining(_Blocks):
         if self.test_is_due(state):
             noisy = self._noisy(self.search.quantity(memory_of(state)), state, draws)
             return Candidate(self._after_test(state, noisy))
-        if not isinstance(self.updates.source.step(state), Trial):
-            norm = memory_of(state)["max_grad_norm"]
-            return Candidate(self.updates.source.with_clip_norm(norm).released(state, draws))
         return self.update(state, draws, position)
 
     def update(self, state: State, draws: Draws, position: Tensor) -> Candidate:  # noqa: ARG002
-        """Make an update with the rate and the clipping norm in force, which stay on the device."""
+        """The same with the rate and the clipping norm in force, which stay on the device."""
         memory, rate_after = memory_of(state), self.search.learning_rate
         updates = self.updates.at_rate(
             lambda made: rate_after(memory, made), memory["max_grad_norm"]
@@ -179,16 +177,16 @@ class RateSearchTraining(_Blocks):
         decision = self.search.after_test(memory, noisy, lambda: self._displacement(state))
         for name in decision.save:
             state = self.updates.save(state, name)
-        memory = {**decision.memory, "made": torch.zeros_like(memory["made"])}
-        if decision.restore is not None:
-            state = self.updates.restore(state, decision.restore, decision.add)
-        if decision.restore == START:
-            memory = dict(self.updates.source.restarted(memory))
-        return replace(state, memory=memory)
+        made = torch.zeros_like(memory["made"])
+        state = replace(state, memory={**decision.memory, "made": made})
+        if decision.restore is None:
+            return state
+        return self.updates.restore(state, decision.restore, decision.add)
 
     def _displacement(self, state: State) -> Displacement:
         """How far the block has moved the weights."""
         update = self.updates.source.event(state)
+        assert isinstance(update, SampledGaussian)
         distance, weights = self.updates.squared_distance(state)
         batch_size = update.sample_rate * self.tests.records
         return Displacement(distance, weights, update.noise_multiplier, batch_size)

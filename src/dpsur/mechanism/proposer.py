@@ -7,7 +7,7 @@ turns a gradient into a candidate state. Where the gradient comes from is a `Gra
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ from dpsur.mechanism.gaussian import (
 from dpsur.mechanism.state import START, Candidate, OptimizerState, State
 from dpsur.mechanism.streams import BATCH, LAYERS, NOISE, Draws, Streams
 from dpsur.per_example import draws_randomness
-from dpsur.privacy.events import SampledGaussian, Step, Trial
+from dpsur.privacy.events import NonPrivate, SampledGaussian, Step, Trial
 
 
 class Optimizer(Protocol):
@@ -199,18 +199,10 @@ class Sampler:
 
 
 class GradientSource:
-    """Where the gradient of a candidate comes from.
+    """Where the gradient of a candidate comes from: a source states `event` and `gradient`."""
 
-    A source whose steps are all updates states `step`, `event` and `gradient`. The other methods
-    are for sources that are steered by figures which they release now and then (DPIS).
-    """
-
-    def step(self, state: State) -> Step:
-        """The event of the next gradient, or of a figure that is to be released before it."""
-        return Trial(self.event(state))
-
-    def event(self, state: State) -> SampledGaussian:
-        """The sampled Gaussian of the last or the next update."""
+    def event(self, state: State) -> SampledGaussian | NonPrivate:
+        """What the last or the next update is charged as."""
         raise NotImplementedError
 
     def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
@@ -224,18 +216,6 @@ class GradientSource:
     def padded(self) -> Self | None:
         """The same on padded batches, or None."""
         return None
-
-    def initial_memory(self, state: State) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """What the source remembers, before the first step."""
-        return {}
-
-    def restarted(self, memory: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What it remembers where training starts from the first weights again."""
-        return memory
-
-    def released(self, state: State, draws: Draws) -> State:  # noqa: ARG002
-        """The state after a step that is no update, where `step` says that one is due."""
-        return state
 
 
 @dataclass(frozen=True)
@@ -301,7 +281,7 @@ class GradientProposer:
     average: WeightAverage | None = None
 
     def step(self, state: State) -> Step:
-        return self.source.step(state)
+        return Trial(self.source.event(state))
 
     def initial_state(self) -> State:
         """The model's own weights, and optimizer buffers at rest."""

@@ -34,7 +34,7 @@ from dpsur.methods.gradient_method import (
 from dpsur.options import GATE, UPDATES, option
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING, SELECTIVE_ACCOUNTING
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import Event, NonPrivate, Step, Trial
+from dpsur.privacy.events import Event, NonPrivate, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import repeated_plan
 
@@ -167,9 +167,9 @@ class PlainGradient(GradientSource):
     sampler: Sampler
     sample_rate: float
 
-    def step(self, state: State) -> Step:  # noqa: ARG002
+    def event(self, state: State) -> NonPrivate:  # noqa: ARG002
         """An update without protection."""
-        return Trial(NonPrivate())
+        return NonPrivate()
 
     def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
         """The mean gradient of a fresh batch."""
