@@ -40,7 +40,7 @@ class Recorder(Dataset):
     def _noted(self, plain):
         def draw(stream, *args, **options):
             if stream.purpose in (streams.NOISE, streams.VAL_NOISE):
-                self.noise.append((stream.purpose, int(stream._step), stream._next))
+                self.noise.append((stream.purpose, int(stream.step), stream._next))
             return plain(stream, *args, **options)
 
         return draw
