@@ -34,7 +34,6 @@ from dpsur.functional.process_settings import seeded_globally, widen
 from dpsur.functional.tree import (
     Params,
     empty_like,
-    flatten,
     keep,
     map_tensors,
     tensors_of,
@@ -162,9 +161,8 @@ class _Graphs:
         else:
             room = min(most, next((size for size in SIZES if size >= count), most))
         kind = (
-            tuple((path, value.shape[1:], value.dtype) for path, value in _named(batch)),
+            repr(map_tensors(lambda v: (tuple(v.shape[1:]), v.dtype), batch, otherwise=keep)),
             _constants(arguments),
-            repr(map_tensors(lambda _: None, batch, otherwise=keep)),
             self._module.max_grad_norm,
             cuda_graphs.failures,
             torch.is_autocast_enabled(device.type),
@@ -586,13 +584,6 @@ def _globals_in(code: CodeType) -> list[str]:
     own = [one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"]
     inner = [_globals_in(one) for one in code.co_consts if isinstance(one, CodeType)]
     return [*own, *(name for names in inner for name in names)]
-
-
-def _named(batch: Any) -> Any:
-    try:
-        return flatten(batch).items()
-    except TypeError:  # something else is among the tensors
-        return [(str(place), value) for place, value in enumerate(tensors_of(batch))]
 
 
 def _is_input(value: Any) -> bool:

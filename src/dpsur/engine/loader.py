@@ -1,18 +1,7 @@
 """Poisson batches of a map-style data set, read by the workers of a `DataLoader`.
 
 For `engine.private_step` the loader collates each record alone and yields a `PrivateBatch`, which
-nothing but a private step can open:
-
-    @engine.private_step
-    def step(model, batch):
-        x, y = batch
-        return F.cross_entropy(model(x), y)
-
-    for batch in loader:
-        step(batch)
-
-The function is written for a batch and runs in the record level, where it sees a batch of one
-record.
+nothing but a private step can open.
 """
 
 import math
@@ -380,6 +369,7 @@ class PoissonSampler(Sampler[list[Any]]):
         by_record: bool = False,
     ) -> None:
         self.size, self._sample_rate, self._streams = size, sample_rate, streams
+        self.expected = max(1, math.ceil(sample_rate * size))
         self.persons, self.by_person = persons, persons is not None and not by_record
         self.steps: Sequence[int] = ()
         self.most: int | None = None
@@ -456,6 +446,9 @@ def _blank(value: Any) -> Any:
     return None
 
 
+_WORKERS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+
+
 class PrivateLoader(DataLoader[Any]):
     """Yields Poisson batches, one for each step of the optimizer.
 
@@ -475,12 +468,11 @@ class PrivateLoader(DataLoader[Any]):
     ) -> None:
         self.length, self.plain = length, loader
         self.owner, self.poisson = owner, sampler
-        options: dict[str, Any] = {}
+        self.workers: dict[str, Any] = {name: getattr(loader, name) for name in _WORKERS}
+        options = dict(self.workers)
         if loader.num_workers:
-            options = {
-                "prefetch_factor": loader.prefetch_factor,
-                "persistent_workers": loader.persistent_workers,
-            }
+            options["prefetch_factor"] = loader.prefetch_factor
+            options["persistent_workers"] = loader.persistent_workers
         by_person, dataset = sampler.by_person, loader.dataset
         if by_person:
             dataset = PersonData(dataset)
@@ -489,12 +481,7 @@ class PrivateLoader(DataLoader[Any]):
         super().__init__(
             dataset,
             batch_sampler=sampler,
-            num_workers=loader.num_workers,
             collate_fn=Collate(loader.collate_fn, loader.dataset, persons=by_person),
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
             generator=loader.generator,
             **options,
         )
@@ -520,25 +507,12 @@ class PrivateLoader(DataLoader[Any]):
                     "make_private(sampling='record')",
                     code="persons-need-private-step",
                 )
-            if not torch.is_grad_enabled():
-                return self._all_records()
+            if not torch.is_grad_enabled():  # to evaluate a model: no step can be made
+                collate = cast(Collate, self.collate_fn).collate
+                dataset, most = self.plain.dataset, self.poisson.most or self.poisson.expected
+                return iter(DataLoader(dataset, most, collate_fn=collate, **self.workers))
         self.poisson.steps = self.owner.begin_epoch(self.length)
         return self._batches(super().__iter__())
-
-    def _all_records(self) -> Iterator[Any]:
-        """Every record once, to evaluate a model: no step can be made without gradients."""
-        own = cast(Collate, self.collate_fn)
-        most = self.poisson.most or max(1, math.ceil(self.sample_rate * self.poisson.size))
-        return iter(
-            DataLoader(
-                self.plain.dataset,
-                batch_size=most,
-                num_workers=self.num_workers,
-                collate_fn=own.collate,
-                pin_memory=self.pin_memory,
-                multiprocessing_context=self.multiprocessing_context,
-            )
-        )
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         planned = None
@@ -591,8 +565,7 @@ class TestReader:
         units = sampler.units(drawn, stream)
         # all ranks make as many passes as the one with most records: some need each other's
         longest = max(1, -(-len(drawn) // streams.ranks.size))
-        usual = longest if here else max(1, math.ceil(loader.sample_rate * sampler.size))
-        most = sampler.most or usual
+        most = sampler.most or (longest if here else sampler.expected)
         parts = [units[start : start + most] for start in range(0, longest, most)]
         if sampler.by_person:
             parts = _of_equal_size(units, most) or [[]]
@@ -602,12 +575,8 @@ class TestReader:
             batches = DataLoader(
                 loader.dataset,
                 batch_sampler=cast(Any, parts),
-                num_workers=loader.num_workers,
                 collate_fn=self.collate,
-                pin_memory=loader.pin_memory,
-                timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn,
-                multiprocessing_context=loader.multiprocessing_context,
+                **loader.workers,
             )
         yield from zip(map(len, parts), batches, strict=True)
 

@@ -12,7 +12,7 @@ loss, which for a mean over several items of a record (tokens) is the mean over 
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,19 @@ _LOSSES = _OF_CLASSES | {
 _NONE, _MEAN = 0, 1
 
 
+def below(tensors: Iterable[Tensor], cut: Container[Any] = ()) -> Iterator[tuple[Any, int]]:
+    """What graphs of tensors consist of, by node and number of its output, down to a cut."""
+    ahead: list[tuple[Any, int]] = [(one.grad_fn, one.output_nr) for one in tensors if one.grad_fn]
+    seen = set(ahead)
+    while ahead:
+        one = ahead.pop()
+        yield one
+        if one not in cut:
+            new = [child for child in one[0].next_functions if child[0] and child not in seen]
+            seen.update(new)
+            ahead += new
+
+
 def check_loss_graph(
     loss: Tensor, cut: Cut, records: int, names: dict[int, str], fed: Sequence[Tensor] = ()
 ) -> tuple[Total, tuple[float, ...]]:
@@ -117,13 +130,14 @@ def check_loss_graph(
                 "the model is called with a total over the batch of what it has returned; " + REMEDY
             )
     if records == 1:  # a mean is a sum, and nothing couples but numbers from elsewhere
-        for node in walk.nodes(loss.grad_fn):
+        made_of = [node for node, number in below([loss], cut) if (node, number) not in cut]
+        for node in made_of:
             walk.refuse_leaf(node)
         try:
             walk.state(loss.grad_fn, 0)
         except CouplingError:  # rows and totals look alike, and that there is one is private
             walk.factors.clear()
-            for node in walk.nodes(loss.grad_fn):
+            for node in made_of:
                 if node.name().startswith(("MulBackward", "DivBackward")):
                     number, plain = _constant(node)
                     if number is not None and not plain:
@@ -189,16 +203,6 @@ class _Walk:
             ahead.pop()
             self._known[current] = self._apply(*current)
         return self._known[node, output]
-
-    def nodes(self, node: Any) -> Iterator[Any]:
-        seen, ahead = {node}, [node]
-        while ahead:
-            current = ahead.pop()
-            yield current
-            for child, number in current.next_functions:
-                if child is not None and (child, number) not in self.cut and child not in seen:
-                    seen.add(child)
-                    ahead.append(child)
 
     def refuse_leaf(self, node: Any) -> None:
         variable = getattr(node, "variable", None)

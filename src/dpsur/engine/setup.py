@@ -60,27 +60,20 @@ def parameters_to_train(
         fault = layer_fault(part) if early else None
         if fault is not None:
             raise UnsupportedModelError(fault.describe(name, part))
-    names = {id(value): name for name, value in module.named_parameters()}
-    given = [value for group in optimizer.param_groups for value in group["params"]]
-    if any(id(value) not in names for value in given):
+    held = {id(value) for group in optimizer.param_groups for value in group["params"]}
+    if not held <= {id(value) for value in module.parameters()}:
         raise InvalidInputError(
             "Module parameters are different than optimizer Parameters, as they are after "
             "dpsur.fix, which repairs a copy; build the optimizer from module.parameters(), after "
             "the module is repaired and on its device"
         )
-    held = {id(value) for value in given}
-    trained = {
-        name: value
-        for name, value in module.named_parameters()
-        if value.requires_grad and id(value) in held
-    }
-    for name, value in module.named_parameters():
-        if value.requires_grad and id(value) not in held:
+    trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
+    for name, value in trained.items():
+        if id(value) not in held:
             raise InvalidInputError(
                 f"parameter {name} requires a gradient but is not in the optimizer; freeze it "
                 "with requires_grad_(False), or add it to the optimizer"
             )
-    for name, value in trained.items():
         refuse_complex(name, value)
     if not trained:
         raise InvalidInputError("no parameter in the optimizer requires a gradient")

@@ -125,11 +125,7 @@ def means(parts: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Tensor]:
 
 
 class PrivateLoop:
-    """What an optimizer and a loader that were made private ask and report.
-
-    The loader reports each batch that it yields (`yielded`), the watched model asks whether one is
-    due (`expect`), and the optimizer's step takes the clipped sum of exactly that batch, once.
-    """
+    """What an optimizer and a loader that were made private ask and report."""
 
     _module: nn.Module
     _optimizer: Optimizer

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.engine.captured import CallGraphs, CapturedCall, rows_with_nan
-from dpsur.engine.loss_graph import REMEDY, Cut, calls_meet, check_loss_graph
+from dpsur.engine.loss_graph import REMEDY, Cut, below, calls_meet, check_loss_graph
 from dpsur.engine.sharding import Sharding
 from dpsur.engine.weights import TrainedModule, check_all_used
 from dpsur.errors import CouplingError, StepError, UnsupportedModelError
@@ -171,26 +171,14 @@ class Watcher(TrainedModule):
         if not self._needed.get(name):
             made = self._made
             found = plain(*args, **kwargs)
-            if name in self._needed or not self._uses_weights(tensors_of(found)):
+            used = (getattr(node, "variable", None) for node, _ in below(tensors_of(found)))
+            if name in self._needed or not any(id(value) in self._names for value in used):
                 self._needed.setdefault(name, False)
                 return found
             self._needed[name], self._made = True, made
         with self._owner.final_refusals():
             self.check_parameters()
             return self._call(name, args, kwargs)
-
-    def _uses_weights(self, values: list[Tensor]) -> bool:
-        """Whether weights themselves are in the graphs of some values."""
-        seen = {value.grad_fn for value in values}
-        ahead = [node for node in seen if node is not None]
-        while ahead:
-            node = ahead.pop()
-            if id(getattr(node, "variable", None)) in self._names:
-                return True
-            new = {child for child, _ in node.next_functions if child is not None} - seen
-            seen |= new
-            ahead += new
-        return False
 
     def _call(self, name: str, args: Any, kwargs: Any) -> Any:
         """Run the module in the record level, in the place of its own forward pass."""
@@ -473,19 +461,7 @@ def _methods(module: nn.Module) -> list[str]:
 
 def _under(tensors: list[Tensor], calls: Mapping[tuple[Any, int], _T]) -> list[_T]:
     """What graphs of tensors come to first, of outputs of calls."""
-    found: list[_T] = []
-    ahead = [(value.grad_fn, value.output_nr) for value in tensors]
-    seen = set(ahead)
-    while ahead:
-        one = ahead.pop()
-        if one in calls:
-            if calls[one] not in found:
-                found.append(calls[one])
-        elif one[0] is not None:
-            new = [child for child in one[0].next_functions if child not in seen]
-            seen.update(new)
-            ahead += new
-    return found
+    return list(dict.fromkeys(calls[one] for one in below(tensors, calls) if one in calls))
 
 
 def _hooks(value: Tensor) -> int:
