@@ -301,7 +301,7 @@ class GradientGraphs(_Graphs):
                 tape, *graph.found = self._records.tape(
                     lambda one: function(one, *inner_args, **inner_kwargs), inner, room
                 )
-                self._module.clip(tape, graph.keep, self.totals)
+                self._module.clip(tape, keep=graph.keep, totals=self.totals)
 
             return self._capture(graph, gradients)
 
@@ -397,8 +397,7 @@ class CallGraphs(_Graphs):
                 )
             tape.recording = False
             tape.spoiled = rows_with_nan(outputs, room)
-            self._module.clip(tape, graph.keep, self.totals, graph.scale)
-            tape.leaves.clear()
+            self._module.clip(tape, keep=graph.keep, totals=self.totals, scale=graph.scale)
             graph.tape = None
             graph.found = map_tensors(Tensor.detach, graph.found, otherwise=keep)
 

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from dpsur.engine.captured import CallGraphs, CapturedCall, rows_with_nan
 from dpsur.engine.loss_graph import REMEDY, Cut, below, calls_meet, check_loss_graph
 from dpsur.engine.sharding import Sharding
-from dpsur.engine.weights import TrainedModule, check_all_used
+from dpsur.engine.weights import TrainedModule
 from dpsur.errors import CouplingError, StepError, UnsupportedModelError
 from dpsur.functional.problem import Arguments, use_weights
 from dpsur.functional.process_settings import precision
-from dpsur.functional.tree import Params, describe_rows, keep, map_tensors, tensors_of
-from dpsur.per_example.clipping import clip_tape
+from dpsur.functional.tree import describe_rows, keep, map_tensors, tensors_of
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.record_level import only_trusted_rules
 from dpsur.per_example.tape import Tape
@@ -392,22 +391,7 @@ class Watcher(TrainedModule):
                 tapes[0].join(call.tape)
             else:
                 tapes.append(call.tape)
-        if counted is None:
-            check_all_used(*tapes)
-        sums: Params = {}
-        for tape in tapes:
-            for name, total in clip_tape(
-                tape,
-                tape.params,
-                self.max_grad_norm / len(tapes),
-                keep=counted,
-                scale=scale,
-                places=None if sums else self._room(),
-            ):  # of a sharded parameter only this rank's part is kept, of the sum of all ranks
-                with torch.no_grad():
-                    part = total if self.sharding is None else self.sharding.reduce(name, total)
-                    sums[name] = sums[name] + part if name in sums else part
-            tape.leaves.clear()
+        sums = self.clip(*tapes, keep=counted, scale=scale)
         self.sums.add(calls[0].rows, sums)
         self.gradients.mark(self.unwatched)
 

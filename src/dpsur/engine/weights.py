@@ -305,30 +305,37 @@ class TrainedModule:
 
     def clip(
         self,
-        tape: Tape,
+        *tapes: Tape,
         keep: Tensor | None = None,
         totals: Params | None = None,
         scale: float | Tensor | None = None,
     ) -> Params:
-        """Sums of the gradients of a tape's records, each clipped to the norm bound.
+        """Sums of clipped gradients of records; on several tapes each gets a share of the norm.
 
         Only records count that `keep` names. With `totals` the sums are added to these. `scale` is
-        what each gradient on the tape has to be multiplied by.
+        what each gradient on a tape has to be multiplied by.
         """
         with torch.no_grad(), precision(tf32=False):
-            tape.carry_back()
-        check_all_used(tape)
-        return dict(
-            clip_tape(
+            for tape in tapes:
+                tape.carry_back()
+        if keep is None or totals is not None:  # else a record of zeros may stand in
+            check_all_used(*tapes)
+        sums: Params = {}
+        for tape in tapes:
+            for name, total in clip_tape(
                 tape,
                 tape.params,
-                self.max_grad_norm,
+                self.max_grad_norm / len(tapes),
                 keep=keep,
                 scale=scale,
-                places=self._room() if totals is None else totals,
+                places=totals or (None if sums else self._room()),
                 add=totals is not None,
-            )
-        )
+            ):  # of a sharded parameter only this rank's part is kept, of the sum of all ranks
+                with torch.no_grad():
+                    part = total if self.sharding is None else self.sharding.reduce(name, total)
+                    sums[name] = sums[name] + part if name in sums else part
+            tape.leaves.clear()
+        return sums
 
     def _room(self) -> Params | None:
         """Where the first sums of a batch go on a CPU: side by side, in memory that is kept.
