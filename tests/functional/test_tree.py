@@ -1,3 +1,4 @@
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dpsur.errors import CheckpointError
-from dpsur.functional.tree import flatten, map_tensors, unflatten
+from dpsur.functional.tree import empty_like, flatten, map_tensors, unflatten
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,18 @@ def test_a_field_that_cannot_be_set_is_an_error_and_not_forgotten():
 
     with pytest.raises(TypeError, match="kept"):
         map_tensors(lambda value: value + 1, Hidden(torch.ones(1)))
+
+
+def test_large_memory_is_lent_again_when_nobody_uses_it():
+    like = {"a": torch.zeros(2**18), "b": torch.zeros(3)}
+    first = empty_like(like)
+    kept, place = first["b"].view(3, 1), first["a"].data_ptr()
+    assert place % 64 == 0
+    del first
+    second = empty_like(like)
+    assert second["a"].data_ptr() != place  # a view of a part is still there
+    place = second["a"].data_ptr()
+    del second, kept
+    assert empty_like(like)["a"].data_ptr() == place
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(empty_like, like).result()["a"].data_ptr() != place

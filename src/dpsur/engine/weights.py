@@ -270,7 +270,6 @@ class TrainedModule:
         self.unwatched: str | None = None
         self.rounded = False
         self._names = {id(value): name for name, value in module.named_parameters()}
-        self._kept_room: tuple[object, Params] | None = None  # and shapes that it is for
 
     @property
     def device(self) -> torch.device:
@@ -338,18 +337,10 @@ class TrainedModule:
         return sums
 
     def _room(self) -> Params | None:
-        """Where the first sums of a batch go on a CPU: side by side, in memory that is kept.
-
-        So noise needs no copy of them, and the system has no memory to clear. Private: what
-        parameters have as their gradient is a copy.
-        """
+        """Where the first sums of a batch go on a CPU: side by side: noise needs no copy then."""
         if self.sums.params or self.sharding is not None or self.device.type != "cpu":
             return None
-        shapes = [(value.shape, value.dtype) for value in self.trained.values()]
-        if self._kept_room is None or self._kept_room[0] != shapes:
-            like = {name: widen(value.detach()) for name, value in self.trained.items()}
-            self._kept_room = shapes, empty_like(like)
-        return self._kept_room[1]
+        return empty_like({name: widen(value.detach()) for name, value in self.trained.items()})
 
     def take(self) -> Params:
         """The clipped sums of the batch, which are forgotten here."""

@@ -13,10 +13,13 @@ a number in the whole vector, so that shards on several ranks together get the n
 process would draw.
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
@@ -294,8 +297,30 @@ def empty_like(params: Params, device: torch.device | None = None) -> Params:
     first = next(iter(params.values()))
     if len({value.dtype for value in params.values()}) != 1:
         return {name: torch.empty_like(value, device=device) for name, value in params.items()}
-    count = sum(value.numel() for value in params.values())
-    return from_vector(first.new_empty(count, device=device or first.device), params)
+    count, device = sum(value.numel() for value in params.values()), device or first.device
+    again = device.type == "cpu" and count * first.element_size() >= _LARGE
+    vector = _memory(count, first.dtype) if again else first.new_empty(count, device=device)
+    return from_vector(vector, params)
+
+
+_LARGE = 2**20  # bytes
+_ALIGNMENT = 64  # of what PyTorch reserves itself
+_mine = threading.local()
+
+
+def _memory(count: int, kind: torch.dtype) -> Tensor:
+    """Memory on the host: what was given out last, if nothing uses it any more.
+
+    The system clears memory that is new, which for a sum of gradients takes as long as to write it.
+    """
+    size = count * kind.itemsize
+    last, in_use = getattr(_mine, "last", (np.empty(0), bool))
+    if len(last) != size or in_use() is not None:
+        whole = np.empty(size + _ALIGNMENT, dtype=np.uint8)
+        last = whole[-whole.ctypes.data % _ALIGNMENT :][:size]
+    lent = last[:]  # which lives as long as a tensor that was made of it
+    _mine.last = last, weakref.ref(lent)
+    return torch.from_numpy(lent).view(kind)
 
 
 def parts(*several: Params, most: int) -> Iterator[tuple[Tensor, ...]]:
