@@ -32,7 +32,6 @@ def number(name: str, value: Any) -> None:
 
 
 def positive(name: str, value: float) -> None:
-    """Refuse anything but a finite number above zero."""
     number(name, value)
     if not (math.isfinite(value) and value > 0):
         raise InvalidInputError(
@@ -49,7 +48,6 @@ def positive_each(owner: object, *names: str) -> None:
 
 
 def non_negative(name: str, value: float) -> None:
-    """Refuse anything but a finite number of at least zero."""
     number(name, value)
     if not (math.isfinite(value) and value >= 0):
         raise InvalidInputError(
@@ -58,14 +56,12 @@ def non_negative(name: str, value: float) -> None:
 
 
 def finite(name: str, value: float) -> None:
-    """Refuse NaN and the infinities."""
     number(name, value)
     if not math.isfinite(value):
         raise InvalidInputError(f"{name} must be a finite number, got {value}", code="out-of-range")
 
 
 def at_least_one(name: str, value: int) -> None:
-    """Refuse counts below one and numbers that are not whole."""
     number(name, value)
     if not (math.isfinite(value) and value == int(value) and value >= 1):
         raise InvalidInputError(
@@ -83,7 +79,6 @@ def whole(name: str, value: Any, least: int) -> int:
 
 
 def flag(name: str, value: Any) -> None:
-    """Refuse anything but true and false."""
     if type(value) is not bool:
         raise InvalidInputError(f"{name} must be true or false, got {value!r}")
 
@@ -97,7 +92,6 @@ def at_least_one_each(owner: object, *names: str) -> None:
 
 
 def sample_rate(name: str, value: float) -> None:
-    """Refuse what is not a probability in (0, 1]."""
     number(name, value)
     if not 0 < value <= 1:
         raise InvalidInputError(f"{name} must be in (0, 1], got {value}", code="out-of-range")
@@ -110,14 +104,12 @@ def fraction_below_one(name: str, value: float) -> None:
 
 
 def probability(name: str, value: float) -> None:
-    """Refuse what is not in (0, 1)."""
     number(name, value)
     if not 0 < value < 1:
         raise InvalidInputError(f"{name} must be in (0, 1), got {value}", code="out-of-range")
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse a word that is not on the list."""
     if value not in choices:
         raise InvalidInputError(
             f"{name} must be one of {', '.join(choices)}; got {value!r}", code="unknown-name"

@@ -94,5 +94,4 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def label_panel(axes: "Axes", letter: str, text: str = "") -> None:
-    """Name a panel above its left corner."""
     axes.set_title(f"({letter}) {text}".strip(), loc="left", pad=6)

@@ -90,7 +90,6 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The command line option that sets it."""
         return flag(self.name)
 
     @property
@@ -103,14 +102,12 @@ class Option:
 
     @property
     def common(self) -> bool:
-        """Whether the short help shows it."""
         return bool(self.field.metadata["common"])
 
     def value(self, owner: Any) -> Any:
         return getattr(owner if self.part is None else getattr(owner, self.part), self.name)
 
     def check(self, value: Any) -> None:
-        """Refuse a value of another type or out of range, in one line."""
         if value is None and type(None) in self.kinds:
             return
         check, choices = self.field.metadata["check"], self.field.metadata["choices"]
@@ -139,7 +136,6 @@ _cache: WeakKeyDictionary[type, Mapping[str, Option]] = WeakKeyDictionary()
 
 
 def flag(name: str) -> str:
-    """The command line option of a name."""
     return "--" + name.replace("_", "-")
 
 
@@ -178,7 +174,6 @@ def by_heading(options: Iterable[Option]) -> dict[str, list[Option]]:
 
 
 def check_options(owner: Any) -> None:
-    """Refuse an instance with an option of another type or out of range."""
     for found in declared(type(owner)).values():
         if found.part is None:  # a part has checked itself
             found.check(getattr(owner, found.name))
@@ -227,7 +222,6 @@ def from_plain(owner: type, values: Any) -> dict[str, Any]:
 
 
 def shorten(value: Any) -> str:
-    """A value as an error quotes it."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
 

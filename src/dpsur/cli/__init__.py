@@ -163,7 +163,6 @@ def _report(program: str, text: str, status: int) -> int:
 
 
 def build_parser(given: Sequence[str]) -> Parser:
-    """The parser of the command line, with the options of the command that is given."""
     if given[:1] == ["reproduce"]:
         raise InvalidInputError(MOVED)
     usage = "dpsur [-h] [--version] COMMAND ..."
@@ -190,7 +189,6 @@ def whole_parser() -> Parser:
 
 
 def set_up(name: str, parser: argparse.ArgumentParser) -> None:
-    """Give a parser the description and the options of a command."""
     module, _, function = COMMANDS[name].partition(":")
     getattr(import_module(module), function)(parser)
 

@@ -89,7 +89,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def add_mechanism_options(parser: argparse.ArgumentParser, *, noise_required: bool) -> None:
-    """The options that describe a kind of trial."""
     group = parser.add_argument_group("the mechanism")
     group.add_argument("--dataset-size", type=int, required=True, metavar="N", help="records")
     group.add_argument(
@@ -401,7 +400,6 @@ def _answer(plan: Plan) -> dict[str, float | int | None]:
 
 
 def _blocks(options: argparse.Namespace, budget: Budget) -> dict[str, float | int | None]:
-    """What the gate block settles to for a run of this many updates."""
     from dpsur.methods import Dpsgd  # with it torch, which the other answers do not need
 
     given = (options.trials, options.accept_ratio, options.accept_threshold, options.test_share)

@@ -122,7 +122,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Attack and print how far that came."""
     names = _names(options)
     checks.non_negative("seed", options.seed)
     device = choose_device(options.device)
@@ -161,7 +160,6 @@ def _values(found: AttackScores, metrics: dict[str, AttackMetrics]) -> dict[str,
 
 
 def _names(options: argparse.Namespace) -> list[str]:
-    """The attacks that were asked for, all of them possible."""
     trains = options.release is None and options.group_by is None
     possible = list(ATTACKS if trains else WITHOUT_TRAINING)
     if options.attacks is None:

@@ -62,7 +62,6 @@ def set_up_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def explain(options: argparse.Namespace) -> int:
-    """Print the engine, and what keeps it from being faster."""
     problem = sample_problem(config_of(options))
     print(f"model: {type(problem.model).__name__}")
     print(engine_report(problem))
@@ -84,7 +83,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure each batch size, and print a line for the plain and one for the private step."""
     checks.at_least_one("repetitions", options.repetitions)
     for size in options.batch_size:
         checks.at_least_one("batch size", size)
@@ -214,7 +212,6 @@ def timed(step: Callable[[], object], device: torch.device) -> tuple[float, int]
 
 
 def line(row: dict[str, Any]) -> str:
-    """One measurement on a line."""
     memory = row["peak_memory_bytes"]
     parts = [
         f"{row['model']}  batch {row['batch_size']:<6} {row['step']:<8}",

@@ -64,7 +64,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print accuracy and privacy."""
     tested = [_test(folder, options) for folder in options.folders]
     if options.json:
         found = [
@@ -169,7 +168,6 @@ def _is_counterpart(plain: _Tested, selective: _Tested) -> bool:
 
 
 def _check_statement(folder: str, statement: dict[str, Any]) -> None:
-    """Refuse to print a guarantee that does not follow from its own parameters."""
     faults, _ = statement_faults(statement)
     if faults:
         raise CheckpointError(

@@ -32,7 +32,6 @@ and what is not covered (docs/privacy.md, Markdown).
 
 
 def set_up_methods(parser: argparse.ArgumentParser) -> None:
-    """Describe `dpsur methods`."""
     parser.description = (
         "List the methods, or the hyper-parameters of one.\n\n"
         "  dpsur methods\n  dpsur methods dpsur\n  dpsur methods --json\n"
@@ -43,7 +42,6 @@ def set_up_methods(parser: argparse.ArgumentParser) -> None:
 
 
 def print_methods(options: argparse.Namespace) -> int:
-    """Print a line per method, or the options of one under their headings."""
     from dpsur.methods import METHODS, method_named  # torch, which the proof does not need
 
     if options.name is not None:
@@ -62,7 +60,6 @@ def print_methods(options: argparse.Namespace) -> int:
 
 
 def _print_options(method: type["Method"]) -> None:
-    """The hyper-parameters of a method by heading."""
     from dpsur.cli.run_options import default_of
     from dpsur.options import by_heading, declared
 
@@ -97,7 +94,6 @@ def _plain(value: Any) -> Any:
 
 
 def set_up_tasks(parser: argparse.ArgumentParser) -> None:
-    """Describe `dpsur tasks`."""
     parser.description = (
         "List the tasks that can be trained, and the features that they have networks for.\n\n"
         "  dpsur tasks\n  dpsur tasks --json"
@@ -127,7 +123,6 @@ def print_tasks(options: argparse.Namespace) -> int:
 
 
 def set_up_proof(parser: argparse.ArgumentParser) -> None:
-    """Describe `dpsur proof`."""
     parser.description = PROOF
     parser.add_argument("--path", action="store_true", help="print the path of the page instead")
     parser.set_defaults(run=print_proof)
@@ -246,7 +241,6 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 
 def set_up_completion(parser: argparse.ArgumentParser) -> None:
-    """Describe `dpsur completion`."""
     parser.description = COMPLETION
     parser.add_argument("shell", choices=SHELLS, help="your shell")
     parser.set_defaults(run=print_completion)

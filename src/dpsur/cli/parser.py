@@ -97,7 +97,6 @@ class Parser(argparse.ArgumentParser):
         return parser
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Check a value against the choices, and name the closest one."""
         if action.choices is not None and value not in action.choices:
             choices = ", ".join(map(str, action.choices))
             raise argparse.ArgumentError(
@@ -107,7 +106,6 @@ class Parser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where to look."""
         printable = "".join(letter if letter.isprintable() else "?" for letter in message)
         self.exit(2, f"{self.program}: error: {printable} (see: {self.prog} --help)\n")
 
@@ -125,7 +123,6 @@ class _HelpAll(argparse.Action):
 
 
 def whole_number(value: str) -> int:
-    """A whole number of at most 64 bits."""
     _check_length(value)
     number = int(value)
     if abs(number) > LARGEST_NUMBER:
@@ -134,7 +131,6 @@ def whole_number(value: str) -> int:
 
 
 def finite_number(value: str) -> float:
-    """A number, but neither infinity nor NaN."""
     _check_length(value)
     number = float(value)
     if not math.isfinite(number):

@@ -109,7 +109,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a line for every epsilon."""
     schema = _schema(options)
     task = described_task(options, schema)
     epsilons = _epsilons(options.epsilon)
@@ -178,7 +177,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _chosen(task: Task, device: str, budget: Budget, unit: str) -> tuple[DataFacts, Preset]:
-    """What `auto` chooses for a task."""
     facts = data_facts(task, {"device": device, "budget": budget, "unit": unit})
     return facts, preset_named(AUTO, Dpsgd.name, "", budget.epsilon, facts)
 
@@ -208,7 +206,6 @@ def _samplings(
 
 
 def _print_samplings(kinds: list[PersonSampling], epsilon: float) -> None:
-    """The trade between ways to draw persons."""
     print(f"\nways to protect persons at epsilon {epsilon:g}, best first:")
     print("sampling  records per person  batch size  noise multiplier  noise of a mean / C")
     for one in kinds:
@@ -245,13 +242,11 @@ def _schema(options: argparse.Namespace) -> Schema | None:
 
 
 def _can_be_simulated(schema: Schema) -> bool:
-    """Whether it is a table with classes, without texts."""
     texts = any(isinstance(column, Text) for column in schema.columns.values())
     return schema.kind == "classes" and not texts
 
 
 def described_task(options: argparse.Namespace, schema: Schema | None) -> Task:
-    """A task without records, of the shape that was given."""
     if not 1 <= options.records <= 10**9:
         raise InvalidInputError(
             f"records must be a whole number of at least 1, got {options.records}"
@@ -319,7 +314,6 @@ def _simulated(
 
 
 def _timed(options: argparse.Namespace, task: Task, device: str) -> tuple[float, float]:
-    """The seconds of a run, from short runs on noise and on made-up texts."""
     assert task.shape is not None
     assert task.classes is not None
     shape, draws = task.shape, np.random.default_rng(0)

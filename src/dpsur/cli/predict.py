@@ -72,7 +72,6 @@ def run(options: argparse.Namespace) -> int:
 def table_of(
     model: Predictor, found: Predictions, *, probabilities: bool
 ) -> tuple[list[str], list[list[Any]]]:
-    """The names of the columns, and a row for each record."""
     first = "record" if found.names is None else "file"
     targets = ["prediction"]
     if found.values.ndim == 2:
@@ -148,7 +147,6 @@ def set_up_export(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Write the program and say what it takes."""
     model = load(options.folder)
     example = None
     if options.example is not None:

@@ -78,7 +78,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page and print its path."""
     folder = Path(options.folder)
     default = folder / "private" / REPORT if options.private else folder / REPORT
     out: Path = options.out or default
@@ -131,7 +130,6 @@ PLOT += "\n".join(f"  {name:<12}{text}" for name, text in KINDS.items())
 
 
 def set_up_plot(parser: argparse.ArgumentParser) -> None:
-    """Describe `dpsur plot`."""
     parser.description = PLOT
     parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders")
     parser.add_argument("--kind", choices=tuple(KINDS), default="epsilon", help="default: epsilon")
@@ -144,7 +142,6 @@ def set_up_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plot(options: argparse.Namespace) -> int:
-    """Write the figure and print its path."""
     out: Path = options.out or Path(f"{options.kind}.svg")
     with silenced(options.quiet or options.json), status("computing the curves"):
         figure = plot_runs([RunCurves.read(folder) for folder in options.folders], options.kind)
@@ -194,7 +191,6 @@ def set_up_statement(parser: argparse.ArgumentParser) -> None:
 
 
 def run_statement(options: argparse.Namespace) -> int:
-    """Print it."""
     statement = read_statement(options.folder)
     if options.group_size is not None and options.adjacency is not None:
         raise InvalidInputError("give --group-size or --adjacency, not both")

@@ -58,7 +58,6 @@ def add_data_options(
 
 
 def declared_data(options: argparse.Namespace) -> Declared:
-    """What was declared about your records."""
     given = {name: getattr(options, name, None) for name in declared(Declared)}
     return Declared(**{name: value for name, value in given.items() if value is not None})
 
@@ -94,13 +93,11 @@ def add_method_options(parser: argparse.ArgumentParser) -> None:
 
 
 def given_method_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The hyper-parameters that were given."""
     found = {name: getattr(options, name, None) for name in _owners()}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def build_method(name: str, options: argparse.Namespace, usual: dict[str, Any]) -> Method:
-    """A method with the hyper-parameters that were given, else the usual ones."""
     method, given = method_named(name), given_method_options(options)
     check_method_options(method, given)
     return method(**{**usual, **given})
@@ -139,7 +136,6 @@ def _method_help(owners: list[str], name: str) -> str:
 
 
 def default_of(field: Field[Any]) -> str:
-    """The default of a hyper-parameter, unless its help text says it."""
     if field.default is None or field.default is MISSING or "(default:" in field.metadata["help"]:
         return ""
     own = "the task's, else " if field.name in set_by_tasks() else ""
@@ -147,7 +143,6 @@ def default_of(field: Field[Any]) -> str:
 
 
 def set_by_tasks() -> set[str]:
-    """Hyper-parameters that some task has its own values for."""
     return {
         name for task in TASKS.values() for settings in task.settings.values() for name in settings
     }
@@ -232,7 +227,6 @@ def stored_config(options: argparse.Namespace) -> tuple[RunConfig, RunFolder]:
 
 
 def config_in(folder: RunFolder) -> RunConfig:
-    """The config that a run of the command line has stored."""
     try:
         return RunConfig.from_json(json.loads(folder.config.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
@@ -244,7 +238,6 @@ def config_in(folder: RunFolder) -> RunConfig:
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of `RunConfig` that were given."""
     names = (n for n, found in declared(RunConfig).items() if found.field.metadata["command_line"])
     found = {name: getattr(options, name, None) for name in names}
     return {name: value for name, value in found.items() if value is not None}

@@ -69,7 +69,6 @@ class _Stream:
             self.flush()
 
     def write(self, text: str) -> int:
-        """Write, as far as someone reads."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError as error:  # the C locale: question marks for other letters
@@ -79,7 +78,6 @@ class _Stream:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, as far as someone reads."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
@@ -154,7 +152,6 @@ class Stop:
         """Nothing to do."""
 
     def on_signal(self, number: int, frame: Any) -> None:
-        """Handle SIGINT and SIGTERM."""
         del number, frame
         again, self.asked = self.asked, True
         if again or not self._training:
@@ -164,7 +161,6 @@ class Stop:
 
 @contextmanager
 def stop_on_signal() -> Iterator[Stop]:
-    """Handle SIGINT and SIGTERM this way for a while."""
     stop = Stop()
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, stop.on_signal) for number in numbers}

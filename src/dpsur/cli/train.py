@@ -106,7 +106,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start or resume a run and print its result."""
     ranks = join_ranks(options)
     with ranks.ends_together():
         return _run(options, ranks)
@@ -234,7 +233,6 @@ def _setup_lines(session: Session) -> list[str]:
 
 
 def _test_lines(session: Session) -> list[str]:
-    """The public parameters of the test of every candidate."""
     plan, test = session.plan, session.plan.typical.gate
     if test is None:
         return []
@@ -332,7 +330,6 @@ def _train(
 
 
 def _next_command(folder: RunFolder) -> str:
-    """What to do about a run that has stopped before its end."""
     if folder.finished:
         return f"the release is complete: {folder.release}"
     if folder.checkpoint.exists():

@@ -161,12 +161,10 @@ class Fingerprint:
 
     @staticmethod
     def of(parts: Mapping[str, Any]) -> "Fingerprint":
-        """Of settings by name, which can be shown."""
         shown = {name: str(value) for name, value in parts.items()}
         return Fingerprint(sha256(json.dumps(shown, sort_keys=True).encode()), shown)
 
     def differences(self, stored: Any) -> str:
-        """Which parts differ from stored ones, in words."""
         known = stored if isinstance(stored, Mapping) else {}
         found = [name for name, part in self.parts.items() if known.get(name, part) != part]
         if found == [FIXED_PARTS]:

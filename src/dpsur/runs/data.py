@@ -101,7 +101,6 @@ class Collated(torch.utils.data.Dataset[Any]):
 
 
 def _check_kind(data: Any, name: str) -> None:
-    """Refuse what people pass by mistake, and say what to pass instead."""
     pair = "a pair (inputs, targets)"
     if isinstance(data, type):
         raise InvalidInputError(f"{name} is the class {data.__name__}; pass an instance of it")
@@ -211,7 +210,6 @@ def _tensor(values: Any, name: str, fraction: torch.dtype | None) -> Tensor:
 def _read_data_set(
     data: Any, name: str, fraction: torch.dtype, workers: int | None, held_bytes: int | None
 ) -> Examples:
-    """The records of a data set: held, or streamed by workers."""
     count = len(data)
     if count == 0:
         raise InvalidInputError(f"{name} is empty; there must be at least one record")
@@ -226,7 +224,6 @@ def _read_data_set(
 
 
 def _record(item: Any, *, name: str, fraction: torch.dtype | None) -> tuple[TensorTree, TensorTree]:
-    """A record of a data set as trees of tensors."""
     if isinstance(item, Mapping):
         item = split_labels(item) or item
     if not isinstance(item, (tuple, list)) or len(item) != 2:
@@ -304,7 +301,6 @@ def generators_restored() -> Iterator[None]:
 
 
 def check_values(examples: Examples, name: str) -> None:
-    """Refuse records with numbers that are not finite."""
     every = flatten({"inputs": examples.inputs, "targets": examples.targets})
     for part, values in every.items():
         if values.dtype.is_floating_point and not _all_finite(values):
@@ -467,7 +463,6 @@ class ArrayReader:
         self._inputs, self._targets, self._fraction = inputs, targets, fraction
 
     def read(self, rows: Tensor) -> Examples:
-        """Copies of some rows; fractions in the type of the model."""
         return Examples(self._rows(self._inputs, rows), self._rows(self._targets, rows))
 
     def _rows(self, tree: TensorTree, rows: Tensor) -> TensorTree:
@@ -486,7 +481,6 @@ class DataSetReader:
         self._pool: ProcessPoolExecutor | None = None
 
     def read(self, rows: Tensor) -> Examples:
-        """Some records, stacked."""
         if not self._workers:
             return _read(self._data, self._convert, rows.tolist())
         parts = [part.tolist() for part in rows.chunk(self._workers)]

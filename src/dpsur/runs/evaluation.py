@@ -221,7 +221,6 @@ def _share(right: Tensor) -> float:
 
 
 def is_one_of(loss: Any, functions: tuple[Any, ...], modules: tuple[type, ...]) -> bool:
-    """Whether a loss is one of these functions, or of these modules."""
     if isinstance(loss, functools.partial):
         loss = loss.func
     return loss in functions or isinstance(loss, modules)
@@ -359,7 +358,6 @@ def noisy_figures(
 
 
 def _number_rows(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The absolute error of each record in units of the declared range, at most 1."""
     errors = (outputs - targets.double().reshape(outputs.shape)).abs().mean(1, keepdim=True) / 2
     return errors.nan_to_num(1.0, 1.0).clamp(0, 1)
 

@@ -120,7 +120,6 @@ def _refuse_constant(name: str) -> None:
 
 
 def release_folder(path: str | os.PathLike[str]) -> Path:
-    """The release folder that is meant by a path to it or to its run."""
     folder = Path(path)
     return folder / RELEASE if (folder / RELEASE).is_dir() else folder
 
@@ -155,7 +154,6 @@ def _quoted(path: Path) -> str:
 
 
 def sha256(content: bytes) -> str:
-    """Hex digest of some bytes."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -240,7 +238,6 @@ class RunFolder:
             return None
 
     def create(self) -> None:
-        """Make the folder and its private part."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self.private.mkdir(mode=0o700, exist_ok=True)
@@ -301,7 +298,6 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether the run in this folder has made its release."""
         return holds_release(self.release)
 
 

@@ -392,7 +392,6 @@ def resumes(folder: RunFolder, *, asked: bool) -> bool:
 
 
 def _groups(groups: Any, most: int | None, train_set: Any, task: Task | None) -> Groups | None:
-    """To whom each record belongs, if that was said."""
     if most is not None:
         checks.at_least_one("records_per_person", most)
     if groups is None:
@@ -424,7 +423,6 @@ def _pairs(train_set: Any) -> Iterable[tuple[Any, ...]]:
 
 
 def _units(train_set: Any, groups: Groups | None) -> int | None:
-    """The number of records, or of persons."""
     return _count(train_set) if groups is None else groups.count
 
 
@@ -646,7 +644,6 @@ def _result(
 
 
 def _holdout_figures(session: Session, model: nn.Module) -> dict[str, Any] | None:
-    """Noisy figures on the records held out, which cost no more than the run."""
     fraction = session.config.holdout
     if session.holdout is None or fraction is None:
         return None
@@ -708,13 +705,11 @@ class _Interleaved:
             self._active = session.start([self._recorder, *observers])
 
     def launch(self) -> None:
-        """Start the next block of trials."""
         with self._own_stream():
             if not self._active.finished:
                 self._active.launch()
 
     def collect(self) -> None:
-        """Wait for the block, or finish the run."""
         with self._own_stream():
             if not self._active.finished:
                 self._active.collect()
@@ -726,7 +721,6 @@ class _Interleaved:
                 self.outcome = error
 
     def close(self) -> None:
-        """Stop what is done in the background."""
         self._active.close()
 
     @contextmanager

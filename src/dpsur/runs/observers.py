@@ -59,7 +59,6 @@ class Recorder:
         self._clock = time.perf_counter()
 
     def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
-        """Note trials; those of a block share its time."""
         seconds = (time.perf_counter() - self._clock) / max(1, len(verdicts))
         accepted = [bool(verdict.accept) for verdict in verdicts]
         trial = progress.ledger.trials - len(verdicts)
@@ -80,7 +79,6 @@ class Recorder:
         self._clock = time.perf_counter()
 
     def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
-        """Note an evaluation on public records."""
         self._add(
             {
                 "kind": "evaluation",
@@ -115,7 +113,6 @@ class Recorder:
 
 
 def warn_of_diagnostics(path: Path, reason: str) -> None:
-    """Say that a private record is incomplete, and that nothing else is."""
     warnings.warn(
         f"{path} is incomplete ({reason}); the run and its release are not affected",
         DiagnosticsWarning,
@@ -212,7 +209,6 @@ class RandomDelays:
         self._since = clock()
 
     def started(self, plan: Plan, progress: Progress) -> None:  # noqa: ARG002
-        """Note how rarely a candidate may be accepted."""
         assert plan.typical.gate is not None
         self._accept = plan.typical.gate.accept_min
         self._since = self._clock()

@@ -74,7 +74,6 @@ class Prospect:
 def prospect(
     method: Method, records: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
 ) -> Prospect:
-    """What follows from public facts alone."""
     _, plan = method.resolve(records, budget, accounting, setup)
     curve = tradeoff(plan)
     share = None if curve is None else guess_bound(curve)

@@ -68,7 +68,6 @@ class RunCurves:
 
 
 def plot_runs(runs: Sequence[RunCurves], kind: str) -> "Figure":
-    """A figure of one kind for one or several runs."""
     checks.one_of("kind", kind, tuple(KINDS))
     with figure_style.common():
         figure = figure_style.new_figure(4.6, 3.2)

@@ -117,7 +117,6 @@ class _Kept:
             yield Progress(unflatten(self._initial.state, saved.under(STATE)), saved.ledger)
 
     def last(self) -> Progress:
-        """Where the run ended."""
         saved = load_checkpoint(self.folder.checkpoint, None)
         return Progress(unflatten(self._initial.state, saved.under(STATE)), saved.ledger)
 

@@ -106,7 +106,6 @@ class Session:
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that make this run together."""
         return self.streams.ranks
 
     def engine(self) -> EngineReport:
@@ -296,7 +295,6 @@ class ActiveRun:
         return self._loop.finished
 
     def launch(self) -> None:
-        """Start the next block of trials on the device."""
         self._loop.launch()
 
     def collect(self) -> None:

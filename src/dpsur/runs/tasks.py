@@ -69,7 +69,6 @@ class TaskRecords:
 
 
 def load_records(config: RunConfig) -> TaskRecords:
-    """The records of a run, as the task has them."""
     task = task_of(config)
     train, test = task.load(config.data_dir)
     if task.persons is not None:
@@ -213,14 +212,12 @@ def _network_of(
 
 
 def _initialised(config: RunConfig, build: Callable[[], nn.Module]) -> nn.Module:
-    """The network with its initial weights."""
     device = choose_device(config.device)
     with _initialisation(config, device):
         return build()
 
 
 def _initialisation(config: RunConfig, device: torch.device) -> AbstractContextManager[None]:
-    """Where the initial weights are drawn from."""
     if config.seed is None and config.network_seed is not None:
         return seeded_globally(config.network_seed, device)
     return Streams(config.seed, device).at(SETUP).global_randomness(INIT)

@@ -37,7 +37,6 @@ from dpsur.functional.tree import (
 
 
 def check_observers(observers: Any) -> None:
-    """Refuse observers of `fit` that are none."""
     if not isinstance(observers, (list, tuple)):
         given = checks.shown(observers)
         raise InvalidInputError(f"observers must be a list, got {given}; write [observer]")
@@ -55,7 +54,6 @@ def check_observers(observers: Any) -> None:
 
 
 def check_is_loss(loss: Any) -> None:
-    """Refuse what is not a loss function."""
     example = "a function such as F.cross_entropy or a module such as nn.CrossEntropyLoss()"
     if isinstance(loss, type):
         raise InvalidInputError(
