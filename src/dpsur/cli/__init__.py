@@ -31,8 +31,11 @@ GROUPS = {
         "train": ("dpsur.cli.train:set_up", "train a model under a privacy budget"),
         "plan": ("dpsur.cli.plan:set_up", "what a run would cost and give, before it is made"),
         "evaluate": ("dpsur.cli.evaluate:set_up", "test a release on its task's public test set"),
-        "predict": ("dpsur.cli.predict:set_up", "predictions of a release for new records"),
-        "export": ("dpsur.cli.predict:set_up_export", "a program that needs no dpsur"),
+        "predict": (
+            "dpsur.cli.evaluate:set_up_predict",
+            "predictions of a release for new records",
+        ),
+        "export": ("dpsur.cli.evaluate:set_up_export", "a program that needs no dpsur"),
         "report": ("dpsur.cli.report:set_up", "one HTML page about a finished run"),
         "compare": ("dpsur.cli.evaluate:set_up_compare", "finished runs side by side"),
         "plot": ("dpsur.cli.report:set_up_plot", "plot epsilon, accuracy or attack power of runs"),
@@ -62,7 +65,10 @@ GROUPS = {
             "dpsur.cli.account:set_up_calibrate",
             "choose noise, updates or gate for a budget",
         ),
-        "ledger": ("dpsur.cli.ledger:set_up", "what all runs on a data set may spend together"),
+        "ledger": (
+            "dpsur.cli.data:set_up_ledger",
+            "what all runs on a data set may spend together",
+        ),
         "proof": ("dpsur.cli.listings:set_up_proof", "the theorem behind epsilon, and its proof"),
     },
     "data": {

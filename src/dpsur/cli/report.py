@@ -19,9 +19,8 @@ from dpsur.reports import read_report, render_report
 from dpsur.reports.contents import NO_NOTES, Notes
 from dpsur.reports.formats import as_text, converted, nist, registry
 from dpsur.runs.build_session import choose_device
-from dpsur.runs.files import finite, write_atomically
+from dpsur.runs.files import check_release, finite, write_atomically
 from dpsur.runs.plots import KINDS, RunCurves, plot_runs
-from dpsur.runs.release import check_release
 from dpsur.runs.verification import read_statement
 from dpsur.status import silenced, status
 

@@ -22,7 +22,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -44,6 +44,17 @@ RELEASE, PRIVATE = "release", "private"
 # Far beyond every file that is written here.
 LARGEST_JSON, DEEPEST_JSON = 2**27, 32
 TOO_DEEP = "values that are nested too deep"
+# What reading a file raises where a value in it is missing or of another kind; every refusal of
+# this package is a ValueError.
+MALFORMED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    MemoryError,
+)
 WEIGHTS, STATEMENT, PAGE = "model.safetensors", "privacy.json", "PRIVACY.md"
 CARD = "README.md"
 CHECKPOINT, CONFIG, LOCK = "checkpoint.safetensors", "config.json", "lock"
@@ -56,24 +67,20 @@ PRIVATE_FILES = (CHECKPOINT, CONFIG, LOCK, METRICS, CURVES, BOOKING)
 def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
     try:
-        _write(path, content, mode)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(mode)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
     except OSError as error:
         raise FileError(f"{path} cannot be written ({cause_of(error)})") from error
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(mode)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
@@ -103,7 +110,11 @@ def from_json(content: bytes) -> Any:
     if len(content) > LARGEST_JSON:
         raise ValueError(f"more than {LARGEST_JSON} bytes of JSON")
     try:
-        values = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+        values = json.loads(
+            content.decode("utf-8"),
+            parse_constant=_refuse_constant,
+            object_pairs_hook=_without_repeats,
+        )
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     level = [values] if isinstance(values, (dict, list)) else []
@@ -119,9 +130,32 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"the word {name}, which is not JSON")
 
 
+def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Readers differ in which of two equal keys counts."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {repeated!r} is given twice")
+    return found
+
+
 def release_folder(path: str | os.PathLike[str]) -> Path:
     folder = Path(path)
     return folder / RELEASE if (folder / RELEASE).is_dir() else folder
+
+
+def check_release(path: str | os.PathLike[str], *names: str) -> Path:
+    """The release folder of a run, if it has these files (weights and statement by default)."""
+    folder = release_folder(path)
+    for name in names or (WEIGHTS, STATEMENT):
+        if not (folder / name).is_file():
+            raise InvalidInputError(
+                f"{folder} holds no release ({name} is missing); give the folder of a run that "
+                "has finished",
+                code="no-release",
+            )
+    return folder
 
 
 def holds_release(folder: Path) -> bool:

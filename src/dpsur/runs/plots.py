@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dpsur import checks, figure_style
-from dpsur.errors import CheckpointError, DpsurError, InvalidInputError
+from dpsur.errors import DpsurError, InvalidInputError
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import plan_from_statement
-from dpsur.runs.files import METRICS, PRIVATE, STATEMENT, from_json, release_folder
+from dpsur.runs.files import METRICS, PRIVATE
+from dpsur.runs.verification import read_statement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,17 +54,7 @@ class RunCurves:
     @staticmethod
     def read(path: str | os.PathLike[str]) -> "RunCurves":
         """Read a run folder, or a release folder, which has no rows."""
-        file = release_folder(path) / STATEMENT
-        try:
-            statement = from_json(file.read_bytes())
-            plan = plan_from_statement(statement)
-        except (FileNotFoundError, NotADirectoryError):
-            raise InvalidInputError(
-                f"{path} holds no release; give the folder of a run that has finished",
-                code="no-release",
-            ) from None
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{file} is damaged ({error}); see: dpsur verify") from error
+        plan = plan_from_statement(read_statement(path))
         return RunCurves(Path(path).resolve().name, plan, read_rows(Path(path)))
 
 

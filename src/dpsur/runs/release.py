@@ -4,7 +4,8 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,15 @@ from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.statement import current
 from dpsur.runs.files import (
     CARD,
+    MALFORMED,
     PAGE,
     STATEMENT,
     WEIGHTS,
+    check_release,
     finite,
     from_json,
     holds_release,
     partial_release,
-    release_folder,
     sha256,
     sync_folder,
     to_json,
@@ -39,8 +41,6 @@ from dpsur.runs.files import (
 )
 
 FORMAT = "dpsur-release/1"
-# What reading a damaged file raises where a value is missing or of another kind.
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError)
 # Of the description of a network: values in it, and the largest of them.
 MOST_VALUES, LARGEST_SIZE = 1000, 2**24
 # What a model predicts: one of several classes, any number of labels, or numbers.
@@ -145,18 +145,6 @@ def write_release(
         ) from error
 
 
-def check_release(path: str | os.PathLike[str]) -> None:
-    """Refuse a folder that holds no release: `path` is that of a run, or the release in it."""
-    folder = release_folder(path)
-    for name in (WEIGHTS, STATEMENT):
-        if not (folder / name).is_file():
-            raise InvalidInputError(
-                f"{folder} holds no release ({name} is missing); "
-                "give the folder of a run that has finished",
-                code="no-release",
-            )
-
-
 def read_release(
     path: str | os.PathLike[str], model: nn.Module | None = None
 ) -> tuple[nn.Module, dict[str, Any], Origin]:
@@ -165,9 +153,8 @@ def read_release(
     `path` is a run folder or the release folder in it. A model that is not one of this package's
     networks must be passed in, built as it was for training; the layers of its features are added.
     """
-    folder = release_folder(path)
+    folder = check_release(path)
     weights, statement_file = folder / WEIGHTS, folder / STATEMENT
-    check_release(folder)
     try:
         content = weights.read_bytes()
         statement = _checked_statement(current(from_json(statement_file.read_bytes())))
@@ -194,9 +181,14 @@ def read_release(
                 "build that model and pass it in: dpsur.load(folder, model)",
                 code="custom-model",
             )
-        model = _built(folder, origin.network, sum(value.numel() for value in tensors.values()))
+        with _built_from(folder, "network", origin.network):
+            held, count = sum(v.numel() for v in tensors.values()), parameter_count(origin.network)
+            if count > held:
+                raise ValueError(f"it has {count} parameters, and the file holds {held} numbers")
+            model = build_network(origin.network)
     elif origin.features and not isinstance(model, WithFeatures):
-        model = WithFeatures(_built_layers(folder, origin.features), model)
+        with _built_from(folder, "features", list(origin.features)):
+            model = WithFeatures(build_layers(origin.features), model)
     try:
         others = model.load_state_dict(tensors, strict=not described.get("trained_only"))
         if others.unexpected_keys:
@@ -243,40 +235,22 @@ def _described_origin(described: Any) -> Origin:
     return Origin(task, network, features=features, predicts=predicts)
 
 
-def _built(folder: Path, network: Mapping[str, Any], held: int) -> nn.Module:
-    """The network that a release names, if it is no larger than the weights beside it."""
+@contextmanager
+def _built_from(folder: Path, what: str, description: Any) -> Iterator[None]:
+    """Build what a release describes; a description that no network has is refused before."""
     try:
-        _check_sizes(network)
-        count = parameter_count(network)
-        if count > held:
-            raise ValueError(f"it has {count} parameters, and the file holds {held} numbers")
-        return build_network(network)
+        values, count = [description], 0
+        while values:
+            value, count = values.pop(), count + 1
+            if count > MOST_VALUES or (isinstance(value, int) and abs(value) > LARGEST_SIZE):
+                raise ValueError("its description holds too many or too large numbers")
+            if isinstance(value, Mapping):
+                values += value.values()
+            elif isinstance(value, list):
+                values += value
+        yield
     except (*MALFORMED, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"the network that the weights in {folder} name cannot be built: {reason}"
+            f"the {what} that the weights in {folder} name cannot be built: {reason}"
         ) from error
-
-
-def _built_layers(folder: Path, features: Sequence[Mapping[str, Any]]) -> nn.Sequential:
-    try:
-        _check_sizes(list(features))
-        return build_layers(features)
-    except (*MALFORMED, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"the features that the weights in {folder} name cannot be built: {reason}"
-        ) from error
-
-
-def _check_sizes(description: Any) -> None:
-    """Refuse a description that no network of this package has, before anything is built."""
-    values, count = [description], 0
-    while values:
-        value, count = values.pop(), count + 1
-        if count > MOST_VALUES or (isinstance(value, int) and abs(value) > LARGEST_SIZE):
-            raise ValueError("its description holds too many or too large numbers")
-        if isinstance(value, Mapping):
-            values += value.values()
-        elif isinstance(value, list):
-            values += value

@@ -13,10 +13,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 from dpsur import checks
 from dpsur.environment import versions
@@ -69,17 +69,16 @@ from dpsur.privacy.statement import (
 )
 from dpsur.runs.files import (
     CARD,
+    MALFORMED,
     PAGE,
     STATEMENT,
     WEIGHTS,
+    check_release,
     finite,
     from_json,
     release_folder,
     sha256,
 )
-
-if TYPE_CHECKING:
-    from dpsur.methods import Method
 
 # Figures recomputed by other versions of the numerical libraries may differ in the last digits.
 TOLERANCE = 1e-5
@@ -87,19 +86,12 @@ TOLERANCE = 1e-5
 SEARCHED = 1e-3
 # What is computed without a search, such as a sampling rate.
 GIVEN = 1e-9
-# What reading and recomputing a statement raises where a value is missing or of another kind.
-MALFORMED = (
-    LookupError,
-    TypeError,
-    ValueError,  # with it every refusal of this package
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-)
-# Private statistics of features in a file of weights, and what they are charged.
-STATISTICS = re.compile(r"features\.\d+\.(mean|deviation)")
-CENTRE = re.compile(r"features\.\d+\.centre")
-LEVELS = re.compile(r"features\.\d+\.levels")
+# Private statistics in a file of weights, by what their noise was charged as.
+STATISTICS_OF = {
+    feature_mean: re.compile(r"features\.\d+\.centre"),
+    feature_histograms: re.compile(r"features\.\d+\.levels"),
+    feature_statistics: re.compile(r"features\.\d+\.(mean|deviation)"),
+}
 VERSION = re.compile(r"\d[\w.+!-]*|absent")
 PUBLIC = (
     "classes",
@@ -112,16 +104,14 @@ PUBLIC = (
     SAMPLED_BY,
     GROUP_SIZE,
 )
-INPUTS = ("images", "texts")
 HELD_OUT = ("quantity", "value", "standard_error")
-# Options of methods that came after the earlier format: left open, they are no part of it.
-SINCE_EARLIER = ("records_joining",)
-EARLIER_USUAL = {"loss_clip": 0.001, "clip_norm": "median"}
-EARLIER_LOSS = "clipped training loss"  # which tests measured before the Brier score
 METRIC = ("test", "after", "quantity", "learning_rate", "value", "scale", "standard_error")
-# The settings that every custom loop has.
-LOOP_SETTINGS = ("batch_size", "noise_multiplier", "max_grad_norm", "optimizer")
-EARLIER_LOOP_SETTINGS = ("views",)
+# The earlier format: what it lists for options that were left open, options that came after it,
+# what tests measured before the Brier score, and a setting that custom loops had.
+EARLIER_USUAL = {"loss_clip": 0.001, "clip_norm": "median"}
+SINCE_EARLIER = ("records_joining",)
+EARLIER_LOSS = "clipped training loss"
+EARLIER_LOOP_SETTING = "views"
 
 CHECKED: Final = (
     "every epsilon follows from the stated mechanism, delta and cap on trials, and fits the budget",
@@ -183,7 +173,7 @@ def verify(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, float | N
 
 def read_statement(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The statement of a release, in the format of today. It is read, not checked."""
-    written = _read(release_folder(path) / STATEMENT)
+    written = _read(path)
     try:
         statement = current(written)
         plan_from_statement(statement)
@@ -194,8 +184,7 @@ def read_statement(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def verification(path: str | os.PathLike[str]) -> Verification:
     """The same with the second opinions on its figures; a figure that they refute is a fault."""
-    folder = release_folder(path)
-    written = _read(folder / STATEMENT)
+    written, folder = _read(path), release_folder(path)
     faults, figures = statement_faults(written)
     opinions: list[Opinion] = []
     if not figures:
@@ -264,36 +253,20 @@ def _unreadable(error: Exception) -> str:
     return f"{STATEMENT} is not what a run writes: {type(error).__name__}: {error}"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The statement of a release as it was written, in a format that is known."""
+    file = check_release(path, STATEMENT) / STATEMENT
     try:
-        content = path.read_bytes()
-        from_json(content)  # refuses what is too large or nested too deeply
-        statement = json.loads(content.decode(), object_pairs_hook=_without_repeats)
-    except (FileNotFoundError, NotADirectoryError):
+        statement = from_json(file.read_bytes())
+    except (OSError, ValueError) as error:
         raise InvalidInputError(
-            f"{path.parent} holds no release ({path.name} is missing); give the folder of a run "
-            "that has finished",
-            code="no-release",
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidInputError(
-            f"{path} is not a privacy statement: {error}", code="damaged-release"
+            f"{file} is not a privacy statement: {error}", code="damaged-release"
         ) from error
     if not isinstance(statement, dict) or statement.get("format") not in (FORMAT, EARLIER):
         raise InvalidInputError(
-            f"{path} is not a privacy statement of the format {FORMAT}", code="unknown-format"
+            f"{file} is not a privacy statement of the format {FORMAT}", code="unknown-format"
         )
     return statement
-
-
-def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a JSON file. Readers differ in which of two equal keys counts."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise InvalidInputError(f"the key {repeated!r} is given twice")
-    return found
 
 
 # --- the statement rebuilt -----------------------------------------------------------------------
@@ -307,16 +280,26 @@ def _rebuilt(statement: Mapping[str, Any], plan: Plan, made: Ledger) -> Statemen
     the number of accepted updates within what the steps allow.
     """
     words_of(statement)
-    computed, settings = statement["computed"], statement["settings"]
+    computed, settings, public = (statement[name] for name in ("computed", "settings", "public"))
     for name, value in (*computed.items(), *statement["random"].items()):
         checks.flag(name, value)
     how, way = statement["independence"]["how"], statement["hide_rejections"]
     checks.one_of("independence.how", how, (BY_CONSTRUCTION, WAS_CHECKED))
-    checks.one_of("hide_rejections", way, _ways_to_hide(plan))
+    ways: tuple[str, ...] = (NOT_HIDDEN,)
+    if plan.run_all_trials:
+        ways = (CONSTANT,)
+    elif plan.updates and plan.typical.gate:
+        ways = (NOT_HIDDEN, DELAY)
+    checks.one_of("hide_rejections", way, ways)
     size = checks.whole("dataset_size", statement["dataset_size"], 1)
-    _check_declared(statement["public"])
-    _check_sampling(statement["public"], plan)
+    _check_public(public, plan)
     test, held = statement.get("test"), statement.get("holdout")
+    if test is not None:
+        checks.whole("test.records", test["records"], 1)
+        for name, value in test["scores"].items():
+            if value is not None and type(value) not in (int, float):
+                raise InvalidInputError(f"test.scores.{name} is {value!r}, which is not a number")
+        test = {"records": test["records"], "scores": test["scores"]}
     facts = RunFacts(
         dataset_size=size,
         method=statement["method"],
@@ -327,10 +310,10 @@ def _rebuilt(statement: Mapping[str, Any], plan: Plan, made: Ledger) -> Statemen
         bf16=computed["bf16"],
         versions=statement["versions"],
         hide_rejections=way,
-        public=statement["public"],
+        public=public,
         independence=how,
         metrics=_metrics(statement, plan, made),
-        test=None if test is None else _test_figures(test),
+        test=test,
         holdout=None if held is None else _holdout(held, statement),
         replay=_commitments(statement.get("replay")),
     )
@@ -354,12 +337,6 @@ def _version_faults(stated: Mapping[str, Any]) -> Iterator[str]:
     yield from differences(stated, alike, GIVEN, "versions")
 
 
-def _ways_to_hide(plan: Plan) -> tuple[str, ...]:
-    if plan.run_all_trials:
-        return (CONSTANT,)
-    return (NOT_HIDDEN, DELAY) if plan.updates and plan.typical.gate else (NOT_HIDDEN,)
-
-
 def _accepted_range(plan: Plan, made: Ledger) -> tuple[int, int]:
     """The least and the most updates that a run which lists these steps can have accepted."""
     if not plan.steered:
@@ -372,7 +349,7 @@ def _accepted_range(plan: Plan, made: Ledger) -> tuple[int, int]:
     return 0, made.trials
 
 
-def _check_declared(public: Mapping[str, Any]) -> None:
+def _check_public(public: Mapping[str, Any], plan: Plan) -> None:
     """Only what can be declared, in the form in which a run takes it."""
     for name in public:
         checks.one_of("what is public", name, PUBLIC)
@@ -387,14 +364,12 @@ def _check_declared(public: Mapping[str, Any]) -> None:
     labels = public.get("labels", ["no", "yes"])
     if not isinstance(labels, list) or not 2 <= len(labels) == len(set(map(str, labels))):
         raise InvalidInputError("public.labels does not name different classes")
-    checks.one_of("public.inputs", public.get("inputs", {"kind": "images"})["kind"], INPUTS)
+    inputs = public.get("inputs", {"kind": "images"})
+    checks.one_of("public.inputs", inputs["kind"], ("images", "texts"))
     schema = public.get("schema", {"columns": {}, "target": {}})
     if not all(isinstance(schema[part], Mapping) for part in ("columns", "target")):
         raise InvalidInputError("public.schema does not declare columns and a target")
-
-
-def _check_sampling(public: Mapping[str, Any], plan: Plan) -> None:
-    """Where records of a person join one by one, as many of them are charged."""
+    # where records of a person join one by one, as many of them are charged
     by_record = SAMPLED_BY in public
     if by_record and (public[SAMPLED_BY] != RECORD or DECLARED_SIZE not in public):
         raise InvalidInputError(f"public.{SAMPLED_BY} is not what releases state there")
@@ -414,14 +389,6 @@ def _commitments(stated: Any) -> dict[str, str] | None:
     if not re.fullmatch("(cpu|cuda): [ -~]{1,200}", stated["device"]):
         raise InvalidInputError("replay.device names no device")
     return {name: stated[name] for name in ("chain", "records", "key", "device")}
-
-
-def _test_figures(test: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures on public records: how many records, and numbers by name."""
-    for name, value in test["scores"].items():
-        if value is not None and type(value) not in (int, float):
-            raise InvalidInputError(f"test.scores.{name} is {value!r}, which is not a number")
-    return {"records": checks.whole("test.records", test["records"], 1), "scores": test["scores"]}
 
 
 def _holdout(held: Mapping[str, Any], statement: Mapping[str, Any]) -> dict[str, Any]:
@@ -506,7 +473,7 @@ def _filter_faults(statement: Mapping[str, Any], plan: Plan) -> Iterator[str]:
                 yield f"a step of the run is {step}, which its settings do not have"
         elif step.test != plan.typical.test:
             yield f"a step of the run has the test {step.test}, the mechanism another one"
-        elif norms is None and _rate_of(step) != plan.update.sample_rate:
+        elif norms is None and getattr(step.update, "sample_rate", None) != plan.update.sample_rate:
             yield f"a step of the run is {step}, the mechanism has another sample rate"
     if norms is None:
         if not steps or steps[0].step != plan.typical:
@@ -520,10 +487,6 @@ def _filter_faults(statement: Mapping[str, Any], plan: Plan) -> Iterator[str]:
     due = (max(1, -(-accepted // every)), accepted // every + 1)
     if not steps or isinstance(steps[0].step, Trial) or releases not in due:
         yield f"norms were released {releases} times, {due[0]} are due at refresh_every {every}"
-
-
-def _rate_of(trial: Trial) -> float | None:
-    return trial.update.sample_rate if isinstance(trial.update, SampledGaussian) else None
 
 
 # --- the method settled again -------------------------------------------------------------------
@@ -542,16 +505,15 @@ def plan_faults(written: Mapping[str, Any]) -> list[str]:
             f"method {name!r} is none that is installed here ({', '.join(METHODS)}); a custom "
             "method must be listed in METHODS to be verified"
         ]
-    # A statement of the format before lists all settings, and each of them is held against a run.
-    everything = written["format"] == EARLIER
     settings, kind = written["settings"], METHODS[name]
-    # What it lists for options that were left open.
+    known = {field.name: field for field in fields(kind)}
+    # The earlier format lists all settings, and each of them is held against a run.
+    earlier = written["format"] == EARLIER
     usual = {
-        field.name: EARLIER_USUAL[field.name]
-        for field in fields(kind)
-        if field.name in EARLIER_USUAL and field.default is None
+        key: value
+        for key, value in EARLIER_USUAL.items()
+        if earlier and key in known and known[key].default is None
     }
-    known = {field.name: field.type for field in fields(kind)}
     faults = [
         f"settings.{key} is not part of a statement of {name}"
         for key in settings
@@ -559,38 +521,38 @@ def plan_faults(written: Mapping[str, Any]) -> list[str]:
     ] or [
         f"settings.{key} is {value!r}, which is of another type"
         for key, value in settings.items()
-        if not _is_of(value, known[key]) and (everything or value is not None)
+        if not _is_of(value, known[key].type) and (earlier or value is not None)
     ]
     if faults:
         return faults
+    given = {k: v for k, v in settings.items() if v is not None and v != usual.get(k)}
+    budget, charged = statement["budget"], mechanism["setup"]
     try:
-        method = kind(
-            **{
-                key: value
-                for key, value in settings.items()
-                if value is not None and not (everything and value == usual.get(key))
-            }
+        settled, plan = kind(**given).resolve(
+            statement["dataset_size"],
+            Budget(math.inf if budget["epsilon"] is None else budget["epsilon"], budget["delta"]),
+            statement["guarantee"]["accounting"],
+            tuple(event_from_json(event) for event in charged),
         )
-        settled, plan = _planned(method, statement)
     except BudgetError as error:
         return [f"the settings do not fit the budget: {error}"]
     except InvalidInputError as error:
         return [f"the settings are not those of the method {name}: {error}"]
-    chosen = finite(with_counts(plan, asdict(settled)))
-    if everything:
-        chosen |= {key: value for key, value in usual.items() if chosen[key] is None}
-        due = {key: v for key, v in chosen.items() if v is not None or key not in SINCE_EARLIER}
+    if mechanism["to_the_cap"]:
+        plan = plan.hide_rejections(CONSTANT)
+    due = finite(with_counts(plan, asdict(settled)))
+    if earlier:
+        due |= {key: value for key, value in usual.items() if due[key] is None}
+        due = {key: v for key, v in due.items() if v is not None or key not in SINCE_EARLIER}
     else:
-        due = used_settings(chosen)
-    expected = finite(stated_mechanism(plan, stated_ledger(statement)))
+        due = used_settings(due)
     found = [*differences(settings, due, GIVEN, "settings")]
+    expected = finite(stated_mechanism(plan, stated_ledger(statement)))
     if "menu" in expected and "menu" in mechanism:
         # Its noise was chosen for a typical update, and for all updates of a run that may have
         # been cut short. It is held against epsilon alone.
-        stated, offered = (
-            mechanism["menu"]["offer"]["choices"],
-            expected["menu"]["offer"]["choices"],
-        )
+        stated = mechanism["menu"]["offer"]["choices"]
+        offered = expected["menu"]["offer"]["choices"]
         if len(stated) == len(offered):
             for choice, other in zip(offered, stated, strict=True):
                 choice["noise_multiplier"] = other["noise_multiplier"]
@@ -600,24 +562,12 @@ def plan_faults(written: Mapping[str, Any]) -> list[str]:
     allowed = mechanism["filter"]
     if plan.filter is not None and allowed is not None and "norm_batch_size" in settings:
         # Noise may have been given for a typical update, which decided the order.
+        most = RenyiFilter.for_budget(plan.kept_budget, allowed["order"]).allowance
         noise = mechanism["trial"]["update"]["noise_multiplier"]
         expected["trial"]["update"]["noise_multiplier"] = noise
-        most = RenyiFilter.for_budget(plan.kept_budget, allowed["order"]).allowance
         expected["filter"] |= {"order": allowed["order"], "allowance": most}
     exact = plan.filter is None and not (plan.menu is not None and plan.tests)
     return [*found, *differences(mechanism, expected, GIVEN if exact else SEARCHED, "mechanism")]
-
-
-def _planned(method: "Method", statement: Mapping[str, Any]) -> "tuple[Method, Plan]":
-    """What a run with the stated settings would be settled to."""
-    budget, mechanism = statement["budget"], statement["mechanism"]
-    settled, plan = method.resolve(
-        statement["dataset_size"],
-        Budget(math.inf if budget["epsilon"] is None else budget["epsilon"], budget["delta"]),
-        statement["guarantee"]["accounting"],
-        tuple(event_from_json(event) for event in mechanism["setup"]),
-    )
-    return settled, plan.hide_rejections(CONSTANT) if mechanism["to_the_cap"] else plan
 
 
 def _loop_faults(statement: Mapping[str, Any]) -> list[str]:
@@ -625,8 +575,9 @@ def _loop_faults(statement: Mapping[str, Any]) -> list[str]:
     settings, plan = statement["settings"], plan_from_statement(statement)
     size, searches = statement["dataset_size"], bool(plan.tests) and plan.searches
     tested: Any = plan.test if searches else plan.typical.test
-    earlier = [name for name in EARLIER_LOOP_SETTINGS if name in settings]
-    due: dict[str, Any] = {name: settings[name] for name in (*LOOP_SETTINGS, *earlier)}
+    earlier = {EARLIER_LOOP_SETTING} & settings.keys()
+    names = ("batch_size", "noise_multiplier", "max_grad_norm", "optimizer", *earlier)
+    due: dict[str, Any] = {name: settings[name] for name in names}
     update = plan.typical.update
     due["noise_multiplier"] = 0.0  # of a loop without privacy, where nothing depends on the rate
     if isinstance(update, SampledGaussian):
@@ -686,34 +637,26 @@ def _setup_faults(folder: Path, statement: Mapping[str, Any]) -> list[str]:
         noise, delta = learned["noise_multiplier"], learned["threshold_delta"]
         if first != (ThresholdedGaussian(noise, delta),):
             faults.append("mechanism.setup is not what the learned schema is charged")
-    names = _statistics_in((folder / WEIGHTS).read_bytes())
-    held = bool(names)
-    if events:
-        last = events[-1]
-        noise = last.noise_multiplier if isinstance(last, Gaussian) else 1.0
-        of_kind = {
-            feature_mean: [name for name in names if CENTRE.fullmatch(name)],
-            feature_histograms: [name for name in names if LEVELS.fullmatch(name)],
-        }
-        charged = next((kind for kind, found in of_kind.items() if found), feature_statistics)
-        if events != charged(noise) or of_kind.get(charged, names) != names:
+    content = (folder / WEIGHTS).read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    # the layers that normalise features by private statistics are in `dpsur.features.layers`
+    behind = json.loads(header["__metadata__"]["dpsur"])["model"] == "WithFeatures"
+    held = {
+        charge: {name for name in header if behind and pattern.fullmatch(name)}
+        for charge, pattern in STATISTICS_OF.items()
+    }
+    kinds = [charge for charge, names in held.items() if names]
+    if events and kinds:
+        noise = events[-1].noise_multiplier if isinstance(events[-1], Gaussian) else 1.0
+        if len(kinds) > 1 or events != kinds[0](noise):
             faults.append("mechanism.setup is not what private feature statistics are charged")
-    if held and not events:
+    elif kinds:
         faults.append(
             "the weights hold statistics of features, which no event before training is charged for"
         )
-    if events and not held:
+    elif events:
         faults.append("mechanism.setup charges feature statistics that the weights do not hold")
     return faults
-
-
-def _statistics_in(content: bytes) -> list[str]:
-    """The tensors of layers that normalise features by private statistics."""
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    described = json.loads(header["__metadata__"]["dpsur"])
-    if described["model"] != "WithFeatures":  # of `dpsur.features.layers`
-        return []
-    return [n for n in header if any(p.fullmatch(n) for p in (STATISTICS, CENTRE, LEVELS))]
 
 
 def _page_faults(folder: Path, statement: dict[str, Any]) -> list[str]:
