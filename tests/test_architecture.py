@@ -19,13 +19,11 @@ REPRODUCTION = ROOT / "reproduction"
 LEAVES = {
     "errors",
     "checks",
-    "display",
     "environment",
     "options",
     "registry",
     "figure_style",
     "status",
-    "choices",
     "config",
     "_version",
 }
@@ -42,6 +40,7 @@ ARROWS = {
     "methods": {"distributed", "networks", "mechanism", "per_example", "functional", "privacy"},
     "runs": {
         "distributed",
+        "presets",
         "tasks",
         "networks",
         "features",

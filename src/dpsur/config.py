@@ -6,7 +6,7 @@ data gets objects: a model, records and a loss (see `dpsur.fit`).
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -32,7 +32,15 @@ from dpsur.options import (
     shorten,
     to_plain,
 )
-from dpsur.presets import AUTO, ENCODER, PRESETS, DataFacts, preset_named
+from dpsur.presets import (
+    AUTO,
+    ENCODER,
+    PRESETS,
+    DataFacts,
+    Preset,
+    explain_auto,
+    preset_named,
+)
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.conversion import NOT_HELD_OUT
@@ -529,3 +537,29 @@ def _task_settings(
     if features != task.default_features or values.get("model") is not None:
         return {}
     return task.settings.get(method.name, {})
+
+
+def choose_method(
+    facts: DataFacts,
+    features: str | None,
+    normalisation: str | None,
+    accounting: str,
+    *,
+    own_model: bool,
+) -> tuple[Method, Preset, tuple[str, ...]]:
+    """What `fit` chooses from public facts where its user names no method, with the reasons.
+
+    `own_model` says that the model was given as an object, also if it is one linear layer.
+    """
+    if accounting not in STEERING_ACCOUNTINGS:
+        return Dpsur(), Preset({}, features, normalisation), ()
+    assert facts.budget is not None
+    found = preset_named(AUTO, Dpsgd.name, "", facts.budget[0], facts)
+    normalisation = found.normalisation if normalisation is None else normalisation
+    found = replace(found, features=found.features or features, normalisation=normalisation)
+    method, shown = Dpsgd(**found.options), replace(facts, own_model=own_model)
+    lines = explain_auto(shown, found.features, normalisation, asdict(method), facts.budget)
+    remedy = (
+        "to choose the settings yourself, pass a method, such as dpsur.Dpsgd(learning_rate=0.5)"
+    )
+    return method, found, (*lines, remedy)

@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur import checks
-from dpsur.choices import choose_for_model, choose_for_task
 from dpsur.config import (
     Intervals,
     Performance,
     RunConfig,
     check_budget,
+    choose_method,
+    data_facts,
     uses_gpu,
 )
 from dpsur.distributed import connect, restarted
@@ -45,6 +46,7 @@ from dpsur.mechanism.streams import HOLDOUT, SETUP
 from dpsur.mechanism.trial import Progress
 from dpsur.methods import METHODS, Method
 from dpsur.networks import build_network
+from dpsur.presets import DataFacts
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plan import DELAY, NOT_HIDDEN
@@ -270,13 +272,18 @@ def fit(
     if task is not None and isinstance(model, str):
         asked = features or (method.features if method else None)
         network = task_network(task, model, asked or task.auto_features)
-        if model == AUTO and method is None:
-            facts = {"device": str(device), "max_updates": max_updates, "unit": unit}
-            task = replace(task, records=records or _units(train_set, grouped))
-            chosen = choose_for_task(task, features, normalisation, known, budget, facts)
-            method, features, normalisation, network, reasons = chosen
-        elif model == AUTO:
+        if model == AUTO:
             features = asked or task.auto_features
+        if model == AUTO and method is None:
+            task = replace(task, records=records or _units(train_set, grouped))
+            values = {"device": str(device), "max_updates": max_updates, "unit": unit}
+            facts = data_facts(task, {**values, "features": asked, "budget": budget})
+            method, preset, reasons = choose_method(
+                facts, features, normalisation, known, own_model=False
+            )
+            features, normalisation = preset.features, preset.normalisation
+            assert features is not None
+            network = {**task.networks[features], **preset.network}
     elif isinstance(model, str):
         raise InvalidInputError(
             f"model {model!r} is the name of a network for a table; pass schema, or a module"
@@ -285,18 +292,22 @@ def fit(
         model = build_network(network)
     assert not isinstance(model, str)
     if method is None:
-        method, normalisation, reasons = choose_for_model(
+        facts = DataFacts(
             records=records or _units(train_set, grouped),
-            features=features,
-            normalisation=normalisation,
-            accounting=known,
-            budget=budget,
+            shape=None,
+            classes=None,
             gpu=uses_gpu(str(device)),
-            linear=_is_linear(model),
+            own_model=not _is_linear(model),
+            features=features,
             short=max_updates is not None,
             target=None if task is None else task.target,
+            budget=(budget.epsilon, budget.delta),
             unit=unit,
         )
+        method, preset, reasons = choose_method(
+            facts, features, normalisation, known, own_model=True
+        )
+        normalisation = preset.normalisation
         reasons = (*reasons, *better_for_images(train_set, features, network))
     config = RunConfig(
         task=None,
