@@ -10,7 +10,7 @@ import pytest
 from dpsur.cli import main
 from dpsur.privacy.statement import plan_from_statement
 from dpsur.reports import html
-from dpsur.runs.plots import Curve, guess_bound, tradeoff
+from dpsur.runs.result import Curve, guess_bound, tradeoff
 
 VOID = {"meta", "link", "br", "circle", "line", "path"}
 

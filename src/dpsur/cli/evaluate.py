@@ -29,9 +29,9 @@ from dpsur.runs.evaluation import (
     shown_scores,
 )
 from dpsur.runs.files import MALFORMED, check_release, finite, write_atomically
-from dpsur.runs.plots import read_rows
 from dpsur.runs.predictor import SIGNATURE, Predictions, Predictor, export, load
 from dpsur.runs.release import read_release
+from dpsur.runs.result import run_rows
 from dpsur.runs.verification import read_statement, statement_faults
 from dpsur.status import status
 from dpsur.tasks import TASKS, load_test_records
@@ -275,7 +275,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} is damaged ({reason}); see: dpsur verify", code="damaged-release"
         ) from error
-    evaluations = [row for row in read_rows(folder) if row["kind"] == "evaluation"]
+    evaluations = [row for row in run_rows(folder) if row["kind"] == "evaluation"]
     shown = shown_scores(evaluations[-1]) if evaluations else ()
     scores = {f"test {name}": text for name, text in shown}
     return {**scores, **facts, **settings}

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields, replace
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.options import DATA, MODEL, PERFORMANCE, PRIVACY, RUN, Option, by_heading, declared, flag
 from dpsur.runs.build_session import choose_device
-from dpsur.runs.files import RunFolder, start_command
+from dpsur.runs.files import RunFolder, numbered, start_command
 from dpsur.tasks import DEFAULT_TASK, OWN, TASKS, Declared
 
 # Where runs go that are given no folder.
@@ -272,8 +271,8 @@ class UnnamedFolder(RunFolder):
         super().__init__(self._free())
 
     def _free(self) -> Path:
-        names = chain([self._name], (f"{self._name}-{number}" for number in count(2)))
-        return next(path for name in names if not os.path.lexists(path := Path(RUNS) / name))
+        paths = (Path(RUNS) / name for name in numbered(self._name))
+        return next(path for path in paths if not os.path.lexists(path))
 
     def create(self) -> None:
         """Make the folder, under the next name if another run has taken this one meanwhile."""

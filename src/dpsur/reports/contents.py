@@ -21,15 +21,15 @@ from dpsur.per_example import explain
 from dpsur.privacy.statement import plan_from_statement
 from dpsur.runs.evaluation import check_fits, evaluate
 from dpsur.runs.files import release_folder
-from dpsur.runs.plots import (
+from dpsur.runs.release import read_release
+from dpsur.runs.result import (
     Curve,
     accuracy_by_epsilon,
     epsilon_by_update,
     private_curves,
-    read_rows,
+    run_rows,
     tradeoff,
 )
-from dpsur.runs.release import read_release
 from dpsur.runs.verification import statement_faults
 from dpsur.tasks import TASKS, load_test_records
 
@@ -104,7 +104,7 @@ def read_report(
             f"({faults[0]}); no report is written. See: dpsur verify"
         )
     plan = plan_from_statement(statement)
-    rows = read_rows(Path(path))
+    rows = run_rows(Path(path))
     if private and not rows:
         raise InvalidInputError(
             f"{path} holds no private diagnostics; give the folder of the run, or leave out "

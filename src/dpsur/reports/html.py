@@ -36,7 +36,7 @@ from dpsur.privacy.statement import (
 from dpsur.reports.contents import Notes, ReportContents, TestResult
 from dpsur.runs.evaluation import objection, shown_scores
 from dpsur.runs.files import write_atomically
-from dpsur.runs.plots import Curve, guess_bound
+from dpsur.runs.result import Curve, guess_bound
 from dpsur.tasks.schema import Schema, in_words
 
 # Epsilons on the scale, and the ends of the scale.

@@ -24,6 +24,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -170,6 +171,13 @@ def holds_release(folder: Path) -> bool:
 def partial_release(folder: Path) -> Path:
     """Where a release is put together before it gets its name."""
     return folder.with_name(f".{folder.name}.partial")
+
+
+def numbered(name: str) -> Iterator[str]:
+    """A name, and the names to take where it is taken: run, run-2, run-3 ..."""
+    yield name
+    for number in count(2):
+        yield f"{name}-{number}"
 
 
 def resume_command(root: Path) -> str:

@@ -22,13 +22,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
 from dpsur import checks
 from dpsur.errors import DiagnosticsWarning, InvalidInputError, describe_os_error
+from dpsur.figure_style import new_figure
 from dpsur.mechanism.state import Verdict
 from dpsur.mechanism.trial import Progress
 from dpsur.privacy.plan import Plan
@@ -105,8 +106,7 @@ class Recorder:
             self._path = None
 
     def _reload(self, path: Path) -> None:
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        self.rows = [row for row in map(_parse, lines) if row is not None]
+        self.rows = read_rows(path) if path.exists() else []
 
     def _rewrite(self, path: Path) -> None:
         write_atomically(path, "".join(map(_line, self.rows)).encode(), mode=0o600)
@@ -130,17 +130,21 @@ def _line(row: dict[str, Any]) -> str:
     return json.dumps(finite(row), allow_nan=False) + "\n"
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    # The last line may be cut off by a crash; its trial is repeated after the checkpoint.
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and _is_row(row) else None
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run, as far as they have what the curves are drawn from.
+
+    The last line may be cut off by a crash; its trial is repeated after the checkpoint.
+    """
+    rows = []
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and _is_row(row):
+                rows.append(row)
+    return rows
 
 
 def _is_row(row: dict[str, Any]) -> bool:
-    """Whether a row has what the curves are drawn from."""
     if type(row.get("trial")) is not int or type(row.get("updates")) is not int:
         return False
     if row.get("kind") == "trial":
@@ -161,13 +165,9 @@ def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _curves(rows: list[dict[str, Any]]) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     evaluations = [row for row in rows if row["kind"] == "evaluation"]
     trials = [row for row in rows if row["kind"] == "trial"]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 3.6)
     left, right = figure.subplots(1, 2)
     known = ("accuracy", "micro_f1", "r2", "loss")
     score = next(name for name in known if name == "loss" or any(name in r for r in evaluations))

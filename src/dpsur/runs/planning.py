@@ -28,7 +28,7 @@ from dpsur.methods import Method
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event
 from dpsur.runs.fit import fit
-from dpsur.runs.plots import guess_bound, tradeoff
+from dpsur.runs.result import guess_bound, tradeoff
 from dpsur.status import silenced
 from dpsur.tasks.schema import Category, Number, Schema
 

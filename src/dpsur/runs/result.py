@@ -1,30 +1,33 @@
-"""What a finished run hands back."""
+"""What a finished run hands back, and the curves of runs and of guarantees."""
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
-from dpsur import checks
+from dpsur import checks, figure_style
+from dpsur.errors import DpsurError, InvalidInputError
 from dpsur.methods import Method
 from dpsur.per_example import EngineReport
 from dpsur.privacy.events import Ledger
 from dpsur.privacy.plan import Plan
-from dpsur.privacy.statement import format_epsilon, guarantee_rows
+from dpsur.privacy.statement import format_epsilon, guarantee_rows, plan_from_statement
 from dpsur.runs.evaluation import shown_scores
-from dpsur.runs.files import RunFolder
-from dpsur.runs.plots import RunCurves, plot_runs
+from dpsur.runs.files import METRICS, PRIVATE, RunFolder, numbered
+from dpsur.runs.observers import read_rows
 from dpsur.runs.predictor import Predictor
 from dpsur.runs.release import NO_ORIGIN, Origin, write_release
+from dpsur.runs.verification import read_statement
 from dpsur.status import html_table, notes
 from dpsur.tasks.schema import Values
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -118,22 +121,206 @@ class Run:
         A folder that is in use stays as it is, and the release goes to the next free name (`out-2`
         beside `out`), which a line on stderr says: the budget of this run is spent already.
         """
-        folder = _free_folder(Path(path))
-        if folder.root != Path(path):
-            notes([f"{path} is in use; the release is written to {folder.root}"])
+        path = Path(path)
+        names = (path.with_name(name) if path.name else path for name in numbered(path.name))
+        root = next(p for p in names if not path.name or not (p.is_dir() and any(p.iterdir())))
+        folder = RunFolder(root)
+        folder.check_new()
+        if root != path:
+            notes([f"{path} is in use; the release is written to {root}"])
         write_release(folder.release, self.model, self.statement, self.origin)
         object.__setattr__(self, "saved", folder.release)  # for `repr` alone
         return folder.release
 
 
-def _free_folder(path: Path) -> RunFolder:
-    """The folder of this name, or the first numbered one that holds nothing."""
-    names = chain([path.name], (f"{path.name}-{number}" for number in count(2)))
-    folders = (RunFolder(path.with_name(name) if path.name else path) for name in names)
-    folder = next(one for one in folders if not path.name or not _in_use(one.root))
-    folder.check_new()
-    return folder
+POINTS = 24  # of a curve that the accountant computes
+KINDS: Final = {
+    "epsilon": "epsilon by update, under each accounting that applies",
+    "accuracy": "accuracy on the public test set against epsilon",
+    "tradeoff": "the best attack that the guarantee allows",
+    "acceptance": "accepted updates against trials; private",
+}
+ACCOUNTING_NAMES: Final = {
+    "proven": "proven",
+    "proven_pld": "proven, by privacy loss distributions",
+    "every_trial": "every trial charged",
+    "published": "as published (not proved)",
+}
 
 
-def _in_use(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
+@dataclass(frozen=True)
+class Curve:
+    """One line of a plot."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+@dataclass(frozen=True)
+class RunCurves:
+    """What is needed of a run to plot it. `rows` are private."""
+
+    name: str
+    plan: Plan
+    rows: Sequence[Mapping[str, Any]]
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> "RunCurves":
+        """Read a run folder, or a release folder, which has no rows."""
+        plan = plan_from_statement(read_statement(path))
+        return RunCurves(Path(path).resolve().name, plan, run_rows(Path(path)))
+
+
+def plot_runs(runs: Sequence[RunCurves], kind: str) -> "Figure":
+    checks.one_of("kind", kind, tuple(KINDS))
+    with figure_style.common():
+        figure = figure_style.new_figure(4.6, 3.2)
+        axes = figure.subplots()
+        drawn = [_draw(axes, run, kind, alone=len(runs) == 1) for run in runs]
+        if not any(drawn):
+            raise InvalidInputError(
+                f"there is nothing to plot as {kind}: the run folder holds no such values"
+            )
+        labels = {
+            "epsilon": ("updates", "epsilon"),
+            "accuracy": ("epsilon spent", "test accuracy"),
+            "tradeoff": ("false positive rate", "true positive rate"),
+            "acceptance": ("trials", "accepted updates"),
+        }
+        axes.set(xlabel=labels[kind][0], ylabel=labels[kind][1])
+        axes.grid(alpha=0.3)
+        if kind == "tradeoff":
+            axes.plot([0, 1], [0, 1], ":", color=figure_style.GREY, label="guessing")
+        if kind == "acceptance":
+            axes.set_title("Private: do not publish", color=figure_style.ORANGE)
+        if kind == "epsilon":
+            axes.set_ylim(bottom=0)
+        axes.legend()
+        figure.canvas.draw()  # in this style; a later draw would use the user's
+    return figure
+
+
+def _draw(axes: "Axes", run: RunCurves, kind: str, *, alone: bool) -> bool:
+    """Draw one run; whether it has what this kind of plot shows."""
+    found: Curve | None = None
+    if kind == "accuracy" and not run.plan.run_all_trials:
+        found = accuracy_by_epsilon(run.rows)
+    elif kind == "tradeoff":
+        found = tradeoff(run.plan)
+    elif kind == "acceptance":
+        found = private_curves(run.rows).get("accepted updates")
+    curves = [found] if found else epsilons_by_update(run.plan) if kind == "epsilon" else []
+    for curve in curves:
+        label = curve.name if alone else f"{run.name}, {curve.name}"
+        if not alone and len(curves) == 1:
+            label = run.name
+        axes.plot(curve.x, curve.y, marker="o" if kind == "accuracy" else None, ms=3, label=label)
+    return bool(curves)
+
+
+def _by_update(plan: Plan, figures: Callable[[Plan], Mapping[str, float | None]]) -> list[Curve]:
+    """What runs of fewer updates by the same plan would cost, by name."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for count in sorted({max(1, round(plan.length * (i + 1) / POINTS)) for i in range(POINTS)}):
+        try:
+            found = figures(plan.limited(count))
+        except DpsurError:  # a plan that cannot end earlier, or the blocks of a search
+            continue
+        for name, value in found.items():
+            if value is not None and math.isfinite(value):
+                points.setdefault(name, []).append((count, value))
+    return [Curve(name, *zip(*some, strict=True)) for name, some in points.items() if len(some) > 1]
+
+
+def epsilons_by_update(plan: Plan) -> list[Curve]:
+    """Epsilon by update under every accounting that applies to the plan."""
+
+    def named(shorter: Plan) -> dict[str, float | None]:
+        figures = shorter.figures()
+        return {label: figures.get(name) for name, label in ACCOUNTING_NAMES.items()}
+
+    return _by_update(plan, named)
+
+
+def epsilon_by_update(plan: Plan) -> Curve | None:
+    """The same under the accounting of the run. Nothing where there is no price."""
+    return next(iter(_by_update(plan, lambda shorter: {"epsilon": shorter.epsilon()})), None)
+
+
+def tradeoff(plan: Plan) -> Curve | None:
+    """The most powerful attack that the guarantee allows, at each false positive rate.
+
+    Every pair (epsilon, delta) that holds bounds the true positive rate of a test for membership;
+    the curve is the least of these bounds.
+    """
+    pairs = []
+    for exponent in (0, 1, 2, 3, 4, 5, 6, 8, 10):
+        for base in (1.0, 0.3):
+            delta = base * 10.0**-exponent
+            if delta < 1 and plan.supports_delta(delta):
+                try:
+                    pairs.append((plan.epsilon(delta), delta))
+                except DpsurError:  # beyond what an accountant can compute
+                    continue
+    pairs = [(epsilon, delta) for epsilon, delta in pairs if math.isfinite(epsilon)]
+    if not pairs:
+        return None
+    rates = [i / 100 for i in range(101)]
+    bounds = [
+        min(
+            1.0,
+            *(math.exp(epsilon) * rate + delta for epsilon, delta in pairs),
+            *(1 - math.exp(-epsilon) * (1 - delta - rate) for epsilon, delta in pairs),
+        )
+        for rate in rates
+    ]
+    return Curve("highest true positive rate", rates, bounds)
+
+
+def guess_bound(curve: Curve) -> float:
+    """The share of right guesses of the best attack, where members and others are equally many."""
+    return max((1 - x + y) / 2 for x, y in zip(curve.x, curve.y, strict=True))
+
+
+def run_rows(folder: Path) -> list[dict[str, Any]]:
+    """The private record of a run; empty where there is none."""
+    try:
+        return read_rows(folder / PRIVATE / METRICS)
+    except OSError:
+        return []
+
+
+def accuracy_by_epsilon(rows: Sequence[Mapping[str, Any]]) -> Curve | None:
+    """Accuracy of the kept weights on public test records. It says nothing of rejections."""
+    found = [
+        (row["epsilon"], row["accuracy"])
+        for row in rows
+        if row["kind"] == "evaluation" and row.get("epsilon") is not None and "accuracy" in row
+    ]
+    if len(found) < 2:
+        return None
+    return Curve("accuracy", *zip(*found, strict=True))
+
+
+def private_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    """What happened at every trial. None of it may be published."""
+    trials = [row for row in rows if row["kind"] == "trial"]
+    curves = {}
+    if trials:
+        numbers = [row["trial"] for row in trials]
+        curves["accepted updates"] = Curve(
+            "accepted updates", numbers, [row["updates"] for row in trials]
+        )
+        known = {"kind", "trial", "updates", "accepted"}
+        names = {name: None for row in trials for name in row if name not in known}
+        for name in names:
+            points = [
+                (row["trial"], row[name])
+                for row in trials
+                if isinstance(row.get(name), (int, float)) and math.isfinite(row[name])
+            ]
+            if len(points) > 1:
+                label = name.replace("_", " ")
+                curves[label] = Curve(label, *zip(*points, strict=True))
+    return curves
