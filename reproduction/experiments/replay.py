@@ -25,9 +25,9 @@ from dpsur.mechanism.trial import EagerLoop, Loop, Progress, Selective, trial
 from dpsur.runs.build_session import build_session
 from dpsur.runs.checkpoint import load_positions
 from dpsur.runs.files import RunFolder
-from dpsur.runs.fit import execute, replayed
+from dpsur.runs.fit import execute
 from dpsur.runs.release import NO_ORIGIN
-from dpsur.runs.replay import ELSEWHERE
+from dpsur.runs.replay import ELSEWHERE, replay
 from dpsur.runs.session import Session
 from dpsur.status import silenced
 from dpsur.tasks import mnist_5k
@@ -223,8 +223,8 @@ def measure(fraud: str, share: float, number: int, device: str = "cpu") -> Row:
         execute(Dishonest(**held, fraud=fraud, planted=planted), folder=folder)
         trained = time.perf_counter() - began
         again = again_from(folder, device)
-        every = replayed(again, folder, NO_ORIGIN, STEPS)
-        some = replayed(again, folder, NO_ORIGIN, CHALLENGES)
+        every = replay(again, folder, NO_ORIGIN, STEPS)
+        some = replay(again, folder, NO_ORIGIN, CHALLENGES)
     wrong = {step for step, distance in every.distances.items() if distance}
     draws = (random.sample(range(1, STEPS + 1), CHALLENGES) for _ in range(DRAWS))
     return {

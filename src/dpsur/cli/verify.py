@@ -108,8 +108,7 @@ def _replayed(options: argparse.Namespace) -> "Replayed":
     # with them torch, which nothing else here needs
     from dpsur.cli.run_options import config_in
     from dpsur.runs.checkpoint import load_positions
-    from dpsur.runs.fit import replayed
-    from dpsur.runs.replay import stated_commitments
+    from dpsur.runs.replay import replay, stated_commitments
     from dpsur.runs.tasks import build_task_session
 
     checks.at_least_one("replay", options.replay)
@@ -134,7 +133,7 @@ def _replayed(options: argparse.Namespace) -> "Replayed":
     with status("recomputing steps"):
         positions = load_positions(folder.checkpoint)
         session, origin = build_task_session(config, positions=positions)
-        return replayed(session, folder, origin, options.replay)
+        return replay(session, folder, origin, options.replay)
 
 
 SIGN_TEXT = """\

@@ -1,6 +1,7 @@
 """Records of a run: tensors, host memory, or data sets that are read as they are needed."""
 
 import functools
+import hashlib
 import multiprocessing
 import os
 import random
@@ -413,6 +414,18 @@ def check_labels(examples: Examples, outputs: TensorTree, loss: LossFunction, na
             f"the labels 0 to {classes - 1}; fix the labels or widen the model",
             private=f"the labels of {name} run from {low} to {high}",
         )
+
+
+def keyed_draws(records: Examples, key: bytes) -> Iterator[float]:
+    """A number in [0, 1) for every record, by a keyed hash of its values alone."""
+    inputs, targets = (
+        np.ascontiguousarray(part.detach().cpu().numpy()).reshape(len(records), -1).view(np.uint8)
+        for part in (records.inputs, records.targets)
+    )
+    for row, target in zip(inputs, targets, strict=True):
+        digest = hashlib.blake2b(row.data, digest_size=8, key=key)
+        digest.update(target.data)
+        yield (int.from_bytes(digest.digest(), "little") >> 11) / 2**53
 
 
 # Data sets up to this size are read once and held.

@@ -13,7 +13,6 @@ figures is calibrated to that of the run. Like N, the number of records held out
 """
 
 import functools
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,7 +41,7 @@ from dpsur.per_example import ClippedSum
 from dpsur.privacy.events import Gaussian, event_to_json
 from dpsur.privacy.search import least_noise
 from dpsur.privacy.statement import holdout_cost, stated_holdout
-from dpsur.runs.data import check_labels
+from dpsur.runs.data import check_labels, keyed_draws
 from dpsur.runs.validation import check_tokens
 from dpsur.tasks.schema import RangeLoss
 
@@ -140,7 +139,7 @@ def _class_scores(outputs: Tensor, targets: Tensor, has_probabilities: bool) -> 
     known = (targets >= 0) & (targets < classes)
     counts = torch.bincount(targets[known], minlength=classes).double()
     scores = {
-        "accuracy": _share(outputs.argmax(dim=1) == targets),
+        "accuracy": float((outputs.argmax(dim=1) == targets).double().mean()),
         "base_rate": float(counts.max() / len(targets)),
     }
     if classes == 2:
@@ -182,7 +181,7 @@ def _label_scores(outputs: Tensor, targets: Tensor) -> dict[str, float]:
     right, wrong = (found & wanted).sum(), (found != wanted).sum()
     # without any label, found or wanted, nothing is wrong
     f1 = float(2 * right / (2 * right + wrong)) if bool(right + wrong) else 1.0
-    return {"micro_f1": f1, "subset_accuracy": _share((found == wanted).all(1))}
+    return {"micro_f1": f1, "subset_accuracy": float((found == wanted).all(1).double().mean())}
 
 
 def _number_scores(outputs: Tensor, targets: Tensor, unit: float) -> dict[str, float]:
@@ -214,10 +213,6 @@ def area_of_counts(negative: Tensor, positive: Tensor) -> float:
         return 0.5
     below = negative.cumsum(0) - negative / 2  # ties count half
     return float((positive * below).sum()) / pairs
-
-
-def _share(right: Tensor) -> float:
-    return float(right.to(torch.float64).mean())
 
 
 def is_one_of(loss: Any, functions: tuple[Any, ...], modules: tuple[type, ...]) -> bool:
@@ -288,25 +283,12 @@ def split_off(train: Examples, fraction: float) -> tuple[Examples, Examples]:
         raise InvalidInputError("holdout needs records of one tensor; leave it out")
     if not 0 < fraction < 1:
         raise InvalidInputError(f"holdout must be above 0 and below 1, got {fraction}")
-    held = torch.tensor([draw < fraction for draw in _draws(train)])
+    held = torch.tensor([draw < fraction for draw in keyed_draws(train, KEY)])
     if not 0 < int(held.sum()) < len(train):
         raise InvalidInputError(
             f"holdout {fraction:g} leaves nothing to train or nothing to test; choose another"
         )
     return train.select(~held), train.select(held)
-
-
-def _draws(records: Examples) -> list[float]:
-    inputs, targets = (
-        np.ascontiguousarray(part.detach().cpu().numpy()).reshape(len(records), -1)
-        for part in (records.inputs, records.targets)
-    )
-    found = []
-    for row, target in zip(inputs, targets, strict=True):
-        digest = hashlib.blake2b(row.data, digest_size=8, key=KEY)
-        digest.update(target.data)
-        found.append((int.from_bytes(digest.digest(), "little") >> 11) / 2**53)
-    return found
 
 
 def check_target(loss: LossFunction) -> None:
@@ -336,13 +318,12 @@ def noisy_figures(
     epsilon, delta = target
     found = least_noise(lambda noise: holdout_cost(noise, delta), epsilon)
     assert found is not None  # a Gaussian alone fits any budget
-    rows, names = (
-        (_number_rows(outputs, wanted), "number")
-        if isinstance(loss, RangeLoss)
-        else (_class_rows(outputs, wanted), "classes")
-    )
     # each value in a row is in [0, 1], and of the counts in its end one is 1
-    sensitivity = 1.0 if names == "number" else math.sqrt(3)
+    if isinstance(loss, RangeLoss):  # absolute errors in units of the declared range, at most 1
+        errors = (outputs - wanted.double().reshape(outputs.shape)).abs().mean(1, keepdim=True) / 2
+        rows, sensitivity = errors.nan_to_num(1.0, 1.0).clamp(0, 1), 1.0
+    else:
+        rows, sensitivity = _class_rows(outputs, wanted), math.sqrt(3)
     assert float(rows.norm(dim=1).max()) <= sensitivity * (1 + 1e-9)
     total = ClippedSum({"sum": rows.sum(0).to(stream.device)}, sensitivity)
     sums = gaussian.add_noise(total, found, stream)["sum"].cpu()
@@ -355,11 +336,6 @@ def noisy_figures(
     event = event_to_json(Gaussian(found))
     held = {"fraction": fraction, "records": count, "event": event, "figures": figures}
     return stated_holdout(held, delta)
-
-
-def _number_rows(outputs: Tensor, targets: Tensor) -> Tensor:
-    errors = (outputs - targets.double().reshape(outputs.shape)).abs().mean(1, keepdim=True) / 2
-    return errors.nan_to_num(1.0, 1.0).clamp(0, 1)
 
 
 def loss_bound(classes: int) -> float:
@@ -393,12 +369,7 @@ def _class_figures(sums: Tensor, scale: float, count: int, classes: int) -> list
     counts = sums[2:].reshape(classes, -1)
     found = [
         _figure("accuracy", sums[0], scale, count),
-        _figure(
-            BASE_RATE,
-            counts.sum(1).max(),
-            scale * math.sqrt(counts.shape[1]),
-            count,
-        ),
+        _figure(BASE_RATE, counts.sum(1).max(), scale * math.sqrt(counts.shape[1]), count),
         _figure(f"log loss, clipped at {bound:.4g}", sums[1] * bound, scale * bound, count),
     ]
     if classes == 2:

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -29,21 +29,15 @@ from dpsur.config import (
     uses_gpu,
 )
 from dpsur.distributed import connect, restarted
-from dpsur.environment import versions
 from dpsur.errors import InvalidInputError, NothingReleasedError, PrivacyWarning, ReplayError
 from dpsur.functional.persons import (
     DEFAULT_RECORDS,
     Groups,
     called,
     number_persons,
-    record_loss,
-    record_rows,
 )
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
-from dpsur.mechanism.blocks import released_metrics
-from dpsur.mechanism.streams import HOLDOUT, SETUP
-from dpsur.mechanism.trial import Progress
 from dpsur.methods import METHODS, Method
 from dpsur.networks import build_network
 from dpsur.presets import DataFacts
@@ -51,28 +45,14 @@ from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plan import DELAY, NOT_HIDDEN
 from dpsur.privacy.statement import (
-    DECLARED_SIZE,
-    GROUP_SIZE,
     PERSON,
     RECORD,
-    RECORDS_PER_PERSON,
-    SAMPLED_BY,
-    RunFacts,
-    planned_warnings,
-    privacy_statement,
 )
 from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.checkpoint import load_positions, load_statistics
-from dpsur.runs.data import Collated, is_classification
+from dpsur.runs.data import Collated
 from dpsur.runs.evaluation import (
-    LABEL_LOSS_MODULES,
-    LABEL_LOSSES,
-    NUMBER_LOSS_MODULES,
-    NUMBER_LOSSES,
     check_target,
-    evaluate,
-    is_one_of,
-    noisy_figures,
     split_off,
 )
 from dpsur.runs.files import BOOKING, CURVES, RunFolder, to_json, write_atomically
@@ -85,17 +65,13 @@ from dpsur.runs.observers import (
     tracked,
 )
 from dpsur.runs.release import (
-    CLASSES,
-    LABELS,
     NO_ORIGIN,
-    NUMBERS,
     Origin,
-    released_model,
     write_release,
 )
-from dpsur.runs.replay import AT_RANDOM, Choose, Replayed, commitments, stated_commitments
+from dpsur.runs.replay import commitments, stated_commitments
 from dpsur.runs.replay import replay as replay_run
-from dpsur.runs.result import PrivateDiagnostics, Run
+from dpsur.runs.result import Run, finish_run, known_origin, objections
 from dpsur.runs.session import Observer, Session
 from dpsur.runs.tasks import (
     Given,
@@ -366,7 +342,7 @@ def fit(
             else origin_of(task, network, session)
         )
         if folder is not None and replay is not None:
-            found = replayed(session, folder, origin, replay)
+            found = replay_run(session, folder, origin, replay)
             if found.faults:
                 raise ReplayError("; ".join(found.faults))
             notes([found.describe()])
@@ -487,19 +463,20 @@ def execute(
     private folder, so that the command line can resume it. Of several ranks only the first writes.
     """
     ranks = session.ranks
-    origin = with_persons(replace(origin, predicts=what_is_predicted(session)), session)
+    origin = known_origin(origin, session)
     if ranks.is_main:
         for text in objections(session):
             warnings.warn(text, PrivacyWarning, stacklevel=_caller())
-        observers = [*_delays(session), *observers]
-    if folder is not None and not ranks.is_main:
-        run = _follow(session, folder, resume, observers, stop_requested, origin)
+        delays = [RandomDelays()] if session.config.hide_rejections == DELAY else []
+        observers = [*delays, *observers]
+    if folder is None or not ranks.is_main:
+        recorder = Recorder()
+        progress = session.run([recorder, *observers], folder, resume, stop_requested)
+        run = finish_run(session, progress, recorder.rows, origin)
+        if folder is None:
+            return run
         ranks.wait_for_all()  # until the release is written
         return replace(run, saved=folder.release)
-    if folder is None:
-        recorder = Recorder()
-        progress = session.run([recorder, *observers], stop_requested=stop_requested)
-        return finish_run(session, progress, recorder, origin)
     folder.create()
     with folder.lock():
         if not resume and not folder.unstarted:
@@ -516,41 +493,11 @@ def execute(
         progress = session.run([recorder, *observers], folder, resume, stop_requested)
         replayable = session.config.intervals.replayable
         committed = commitments(session, folder, progress) if replayable else None
-        run = finish_run(session, progress, recorder, origin, committed)
+        run = finish_run(session, progress, recorder.rows, origin, committed)
         write_release(folder.release, run.model, run.statement, origin)
         ranks.wait_for_all()
         draw_curves(recorder.rows, folder.private / CURVES)
     return replace(run, saved=folder.release)
-
-
-def replayed(
-    session: Session,
-    folder: RunFolder,
-    origin: Origin,
-    steps: int,
-    choose: Choose = AT_RANDOM,
-) -> Replayed:
-    """Hold the finished run in a folder against a session like its own, and make steps again."""
-    origin = with_persons(replace(origin, predicts=what_is_predicted(session)), session)
-
-    def finish(last: Progress, committed: Mapping[str, str]) -> Run:
-        return finish_run(session, last, Recorder(), origin, committed)
-
-    return replay_run(session, folder, finish, steps, choose)
-
-
-def _follow(
-    session: Session,
-    folder: RunFolder,
-    resume: bool,
-    observers: Sequence[Observer],
-    stop_requested: Callable[[], bool],
-    origin: Origin,
-) -> Run:
-    """Take part in a run of which another rank writes the files."""
-    recorder = Recorder()
-    progress = session.run([recorder, *observers], folder, resume, stop_requested)
-    return finish_run(session, progress, recorder, origin)
 
 
 def _caller() -> int:
@@ -559,113 +506,6 @@ def _caller() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("dpsur."):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def what_is_predicted(session: Session) -> str | None:
-    """What the outputs of the model mean, from its loss and the type of its targets."""
-    targets = record_rows(session.problem.train.part(slice(1)).targets)
-    loss = record_loss(session.problem.loss)
-    if not isinstance(targets, torch.Tensor):
-        return None
-    if is_one_of(loss, LABEL_LOSSES, LABEL_LOSS_MODULES):
-        return LABELS
-    if is_one_of(loss, NUMBER_LOSSES, NUMBER_LOSS_MODULES):
-        return NUMBERS
-    if targets.dim() == 1 and not targets.dtype.is_floating_point:
-        return CLASSES
-    return CLASSES if is_classification(loss) else None
-
-
-def with_persons(origin: Origin, session: Session) -> Origin:
-    """The origin with what the user declared of persons and of the size of the data."""
-    declared: dict[str, Any] = {}
-    if session.records_per_person is not None:
-        declared[RECORDS_PER_PERSON] = session.records_per_person
-        if session.config.sampling == RECORD:
-            declared[SAMPLED_BY] = RECORD
-    if session.problem.declared_size is not None:
-        declared[DECLARED_SIZE] = True
-    if session.config.group_size is not None:
-        declared[GROUP_SIZE] = session.config.group_size
-    return replace(origin, public={**origin.public, **declared})
-
-
-def _delays(session: Session) -> list[Observer]:
-    return [RandomDelays()] if session.config.hide_rejections == DELAY else []
-
-
-def objections(session: Session) -> list[str]:
-    """What a reviewer would object to in a run."""
-    size, seeded = session.problem.size, session.streams.seeded
-    return planned_warnings(session.plan, size, seeded=seeded)
-
-
-def finish_run(
-    session: Session,
-    progress: Progress,
-    recorder: Recorder,
-    origin: Origin,
-    committed: Mapping[str, str] | None = None,
-) -> Run:
-    """The result of a run that has ended, with what it commits to."""
-    with session.arithmetic():
-        return _result(session, progress, recorder, origin, committed)
-
-
-def _result(
-    session: Session,
-    progress: Progress,
-    recorder: Recorder,
-    origin: Origin,
-    committed: Mapping[str, str] | None,
-) -> Run:
-    released = progress.state.released_params
-    scores = None
-    if session.test is not None:
-        scores = evaluate(session.problem, released, session.test)
-    model = released_model(session.original, session.layers, released)
-    facts = RunFacts(
-        dataset_size=session.problem.size,
-        method=session.method.label,
-        settings=asdict(session.method),
-        seeded=session.streams.seeded,
-        average=progress.state.average is not None,
-        tf32=session.tf32,
-        bf16=session.config.performance.bf16,
-        hide_rejections=session.config.hide_rejections,
-        versions=versions(),
-        public=with_persons(origin, session).public,
-        independence=session.independence,
-        metrics=released_metrics(session.procedure, progress.state),
-        test=None if session.test is None else {"records": len(session.test), "scores": scores},
-        holdout=_holdout_figures(session, model),
-        replay=committed,
-    )
-    return Run(
-        model=model,
-        epsilon=session.plan.figures(),
-        statement=privacy_statement(session.plan, progress.ledger, facts),
-        scores=scores,
-        method=session.method,
-        plan=session.plan,
-        private=PrivateDiagnostics(progress.ledger, tuple(recorder.rows)),
-        origin=origin,
-        engine=session.engine(),
-    )
-
-
-def _holdout_figures(session: Session, model: nn.Module) -> dict[str, Any] | None:
-    fraction = session.config.holdout
-    if session.holdout is None or fraction is None:
-        return None
-    return noisy_figures(
-        model,
-        session.holdout,
-        session.problem.loss,
-        fraction=fraction,
-        target=(session.plan.epsilon(), session.plan.budget.delta),
-        stream=session.streams.at(SETUP)[HOLDOUT],
-    )
 
 
 # A run, or why nothing may be released from it: the others are not to suffer from that.
@@ -727,7 +567,7 @@ class _Interleaved:
                 return
             try:
                 progress = self._active.finish()
-                self.outcome = finish_run(self._session, progress, self._recorder, NO_ORIGIN)
+                self.outcome = finish_run(self._session, progress, self._recorder.rows, NO_ORIGIN)
             except NothingReleasedError as error:
                 self.outcome = error
 

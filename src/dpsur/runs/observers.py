@@ -54,9 +54,13 @@ class Recorder:
         """Forget rows of trials after the checkpoint: those trials are repeated."""
         if self._path is None:
             return
-        self._on_disk(self._reload)
-        self.rows = [row for row in self.rows if row["trial"] <= progress.ledger.trials]
-        self._on_disk(self._rewrite)
+
+        def repeat_from_here(path: Path) -> None:
+            rows = read_rows(path) if path.exists() else []
+            self.rows = [row for row in rows if row["trial"] <= progress.ledger.trials]
+            write_atomically(path, "".join(map(_line, self.rows)).encode(), mode=0o600)
+
+        self._on_disk(repeat_from_here)
         self._clock = time.perf_counter()
 
     def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
@@ -105,12 +109,6 @@ class Recorder:
             warn_of_diagnostics(self._path, describe_os_error(error))
             self._path = None
 
-    def _reload(self, path: Path) -> None:
-        self.rows = read_rows(path) if path.exists() else []
-
-    def _rewrite(self, path: Path) -> None:
-        write_atomically(path, "".join(map(_line, self.rows)).encode(), mode=0o600)
-
 
 def warn_of_diagnostics(path: Path, reason: str) -> None:
     warnings.warn(
@@ -137,21 +135,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """
     rows = []
     for line in path.read_bytes().splitlines():
-        with suppress(ValueError, RecursionError):
+        with suppress(ValueError, RecursionError, AttributeError):
             row = json.loads(line)
-            if isinstance(row, dict) and _is_row(row):
+            figures = (row.get(name) for name in ("epsilon", "accuracy", "micro_f1", "r2", "loss"))
+            numbers = all(isinstance(x, (int, float, type(None))) for x in figures)
+            placed = type(row.get("trial")) is type(row.get("updates")) is int
+            kind = row.get("kind")
+            if placed and (kind == "trial" or (kind == "evaluation" and numbers)):
                 rows.append(row)
     return rows
-
-
-def _is_row(row: dict[str, Any]) -> bool:
-    if type(row.get("trial")) is not int or type(row.get("updates")) is not int:
-        return False
-    if row.get("kind") == "trial":
-        return True
-    figures = (row.get(name) for name in ("epsilon", "accuracy", "micro_f1", "r2", "loss"))
-    numbers = all(isinstance(x, (int, float, type(None))) for x in figures)
-    return row.get("kind") == "evaluation" and numbers
 
 
 def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
@@ -203,7 +195,6 @@ class RandomDelays:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._wait, self._clock = wait, clock
-        self._random = random.SystemRandom()
         self._accept = 1.0
         self._worked, self._made = 0.0, 0
         self._since = clock()
@@ -219,14 +210,12 @@ class RandomDelays:
         self._made += len(verdicts)
         for verdict in verdicts:
             if verdict.accept:
-                self._wait(self._search() * self._worked / self._made)
+                trials = 1  # until one is accepted, with the least probability there is
+                if self._accept < 1:
+                    rate = -math.log1p(-self._accept)
+                    trials = math.ceil(random.SystemRandom().expovariate(rate))
+                self._wait(trials * self._worked / self._made)
         self._since = self._clock()
-
-    def _search(self) -> int:
-        """Trials until one is accepted, with the least probability there is."""
-        if self._accept == 1:
-            return 1
-        return math.ceil(self._random.expovariate(-math.log1p(-self._accept)))
 
     def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
         """Nothing."""
@@ -235,8 +224,6 @@ class RandomDelays:
 PRIVATE_WARNING = (
     "rejections, loss differences and timings below depend on private records: do not share them"
 )
-
-
 _NOTEBOOK_SECONDS = 0.5  # between two pictures of the bar
 _SECONDS = 2.0  # between two figures of what is spent, each of which takes some arithmetic
 
@@ -447,9 +434,7 @@ class Tracker:
     @classmethod
     def mlflow(cls, client: Any, *, private: bool = False) -> "Tracker":
         """For the module `mlflow`: `mlflow.log_metrics(figures, step=updates)`."""
-        return cls(
-            lambda figures, step: client.log_metrics(dict(figures), step=step), private=private
-        )
+        return cls(lambda found, step: client.log_metrics(dict(found), step=step), private=private)
 
     @classmethod
     def logging(
@@ -511,16 +496,6 @@ def check_track(name: str) -> None:
         ) from None
 
 
-def check_tracked_plan(plan: Plan) -> None:
-    """Refuse a run whose pace tells how many updates were rejected, where that is private."""
-    if plan.typical.gate is not None and plan.charges_accepted:
-        raise InvalidInputError(
-            "track notes the time of every figure, and how long updates take tells how many "
-            f"candidates were rejected, which is private under accounting {plan.accounting}; leave "
-            "track out, or use accounting every-trial or another gate"
-        )
-
-
 @contextmanager
 def tracked(name: str, plan: Plan, method: str, folder: Path | None) -> Iterator[Tracker]:
     """Open a tracker for one run, note its budget, and close it.
@@ -529,7 +504,12 @@ def tracked(name: str, plan: Plan, method: str, folder: Path | None) -> Iterator
     are set up to, wandb without the terminal's text, code, git and figures of the machine.
     """
     check_track(name)
-    check_tracked_plan(plan)
+    if plan.typical.gate is not None and plan.charges_accepted:
+        raise InvalidInputError(
+            "track notes the time of every figure, and how long updates take tells how many "
+            f"candidates were rejected, which is private under accounting {plan.accounting}; leave "
+            "track out, or use accounting every-trial or another gate"
+        )
     noted = {
         "method": method,
         "budget_epsilon": plan.budget.epsilon,

@@ -40,7 +40,8 @@ from dpsur.mechanism.trial import Progress, start
 from dpsur.privacy.events import SampledGaussian
 from dpsur.runs.checkpoint import STATE, digest_of, load_checkpoint
 from dpsur.runs.files import WEIGHTS, RunFolder, finite, sha256
-from dpsur.runs.result import Run
+from dpsur.runs.release import Origin
+from dpsur.runs.result import Run, finish_run, known_origin
 from dpsur.runs.session import Session
 from dpsur.runs.verification import TOLERANCE, differences, read_statement
 
@@ -187,15 +188,15 @@ def _device(session: Session) -> str:
 def replay(
     session: Session,
     folder: RunFolder,
-    finish: Callable[[Progress, Mapping[str, str]], Run],
+    origin: Origin,
     count: int,
     choose: Choose = AT_RANDOM,
 ) -> Replayed:
     """Hold a finished run against its release: its ends, and this many steps chosen at random.
 
-    `session` is built anew from the records, with the key of the run. `finish` makes its result,
-    given where it ended and its commitments. What is checked always: commitments, the statement,
-    statistics of features, the weights before the first step and those of the release.
+    `session` is built anew from the records, with the key of the run. What is checked always:
+    commitments, the statement, statistics of features, the weights before the first step and those
+    of the release.
     """
     began = time.perf_counter()
     stated = stated_commitments(folder)
@@ -206,7 +207,7 @@ def replay(
     with session.arithmetic():
         made, steps = _commitments(kept, last)
         made["device"] = committed["device"]
-        run = finish(last, made)
+        run = finish_run(session, last, (), known_origin(origin, session), made)
         names = {*MADE_AGAIN, *(FIGURES if exact else ())}
         again, there = ({n: one[n] for n in names & one.keys()} for one in (run.statement, stated))
         faults = [*differences(there, finite(again), TOLERANCE)]

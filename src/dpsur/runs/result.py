@@ -3,25 +3,62 @@
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch import nn
 
 from dpsur import checks, figure_style
+from dpsur.environment import versions
 from dpsur.errors import DpsurError, InvalidInputError
+from dpsur.functional.persons import record_loss, record_rows
+from dpsur.mechanism.blocks import released_metrics
+from dpsur.mechanism.streams import HOLDOUT, SETUP
+from dpsur.mechanism.trial import Progress
 from dpsur.methods import Method
 from dpsur.per_example import EngineReport
 from dpsur.privacy.events import Ledger
 from dpsur.privacy.plan import Plan
-from dpsur.privacy.statement import format_epsilon, guarantee_rows, plan_from_statement
-from dpsur.runs.evaluation import shown_scores
+from dpsur.privacy.statement import (
+    DECLARED_SIZE,
+    GROUP_SIZE,
+    RECORD,
+    RECORDS_PER_PERSON,
+    SAMPLED_BY,
+    RunFacts,
+    format_epsilon,
+    guarantee_rows,
+    plan_from_statement,
+    planned_warnings,
+    privacy_statement,
+)
+from dpsur.runs.data import is_classification
+from dpsur.runs.evaluation import (
+    LABEL_LOSS_MODULES,
+    LABEL_LOSSES,
+    NUMBER_LOSS_MODULES,
+    NUMBER_LOSSES,
+    evaluate,
+    is_one_of,
+    noisy_figures,
+    shown_scores,
+)
 from dpsur.runs.files import METRICS, PRIVATE, RunFolder, numbered
 from dpsur.runs.observers import read_rows
 from dpsur.runs.predictor import Predictor
-from dpsur.runs.release import NO_ORIGIN, Origin, write_release
+from dpsur.runs.release import (
+    CLASSES,
+    LABELS,
+    NO_ORIGIN,
+    NUMBERS,
+    Origin,
+    released_model,
+    write_release,
+)
+from dpsur.runs.session import Session
 from dpsur.runs.verification import read_statement
 from dpsur.status import html_table, notes
 from dpsur.tasks.schema import Values
@@ -131,6 +168,96 @@ class Run:
         write_release(folder.release, self.model, self.statement, self.origin)
         object.__setattr__(self, "saved", folder.release)  # for `repr` alone
         return folder.release
+
+
+def objections(session: Session) -> list[str]:
+    """What a reviewer would object to in a run."""
+    size, seeded = session.problem.size, session.streams.seeded
+    return planned_warnings(session.plan, size, seeded=seeded)
+
+
+def _what_is_predicted(session: Session) -> str | None:
+    """What the outputs of the model mean, from its loss and the type of its targets."""
+    targets = record_rows(session.problem.train.part(slice(1)).targets)
+    loss = record_loss(session.problem.loss)
+    if not isinstance(targets, torch.Tensor):
+        return None
+    if is_one_of(loss, LABEL_LOSSES, LABEL_LOSS_MODULES):
+        return LABELS
+    if is_one_of(loss, NUMBER_LOSSES, NUMBER_LOSS_MODULES):
+        return NUMBERS
+    if targets.dim() == 1 and not targets.dtype.is_floating_point:
+        return CLASSES
+    return CLASSES if is_classification(loss) else None
+
+
+def known_origin(origin: Origin, session: Session) -> Origin:
+    """With what the model predicts, and what was declared of persons and of the size."""
+    declared: dict[str, Any] = {}
+    if session.records_per_person is not None:
+        declared[RECORDS_PER_PERSON] = session.records_per_person
+        if session.config.sampling == RECORD:
+            declared[SAMPLED_BY] = RECORD
+    if session.problem.declared_size is not None:
+        declared[DECLARED_SIZE] = True
+    if session.config.group_size is not None:
+        declared[GROUP_SIZE] = session.config.group_size
+    public = {**origin.public, **declared}
+    return replace(origin, predicts=_what_is_predicted(session), public=public)
+
+
+def finish_run(
+    session: Session,
+    progress: Progress,
+    rows: Sequence[Mapping[str, Any]],
+    origin: Origin,
+    committed: Mapping[str, str] | None = None,
+) -> Run:
+    """The result of a run that has ended, with what it commits to."""
+    with session.arithmetic():
+        released = progress.state.released_params
+        scores = None
+        if session.test is not None:
+            scores = evaluate(session.problem, released, session.test)
+        model = released_model(session.original, session.layers, released)
+        holdout, fraction = None, session.config.holdout
+        if session.holdout is not None and fraction is not None:
+            holdout = noisy_figures(
+                model,
+                session.holdout,
+                session.problem.loss,
+                fraction=fraction,
+                target=(session.plan.epsilon(), session.plan.budget.delta),
+                stream=session.streams.at(SETUP)[HOLDOUT],
+            )
+        facts = RunFacts(
+            dataset_size=session.problem.size,
+            method=session.method.label,
+            settings=asdict(session.method),
+            seeded=session.streams.seeded,
+            average=progress.state.average is not None,
+            tf32=session.tf32,
+            bf16=session.config.performance.bf16,
+            hide_rejections=session.config.hide_rejections,
+            versions=versions(),
+            public=known_origin(origin, session).public,
+            independence=session.independence,
+            metrics=released_metrics(session.procedure, progress.state),
+            test=None if session.test is None else {"records": len(session.test), "scores": scores},
+            holdout=holdout,
+            replay=committed,
+        )
+        return Run(
+            model=model,
+            epsilon=session.plan.figures(),
+            statement=privacy_statement(session.plan, progress.ledger, facts),
+            scores=scores,
+            method=session.method,
+            plan=session.plan,
+            private=PrivateDiagnostics(progress.ledger, tuple(rows)),
+            origin=origin,
+            engine=session.engine(),
+        )
 
 
 POINTS = 24  # of a curve that the accountant computes

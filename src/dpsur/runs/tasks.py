@@ -5,7 +5,6 @@ What `fit` makes of a user's records: a task, where they are a file, texts, imag
 Tensors and data sets of tensors need nothing of this; they go to the model as they are.
 """
 
-import hashlib
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -31,7 +30,7 @@ from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.networks import build_network, takes
 from dpsur.per_example.model_check import check_model
 from dpsur.runs.build_session import build_session, choose_device
-from dpsur.runs.data import as_examples, generators_restored
+from dpsur.runs.data import as_examples, generators_restored, keyed_draws
 from dpsur.runs.evaluation import check_target, split_off
 from dpsur.runs.files import RunFolder, to_json, write_atomically
 from dpsur.runs.input_features import InputFeatures
@@ -236,26 +235,12 @@ def subset(train: Examples, fraction: float | None) -> Examples:
     checks.sample_rate("keep_fraction", fraction)
     if fraction == 1:
         return train
-    kept = [draw < fraction for draw in _draws(train)]
+    kept = [draw < fraction for draw in keyed_draws(train, SUBSET_KEY)]
     if not any(kept):
         raise InvalidInputError(
             f"keep_fraction {fraction} keeps none of the records; choose a larger one"
         )
     return train.select(torch.tensor(kept).nonzero().flatten())
-
-
-def _draws(records: Examples) -> Iterator[float]:
-    """A number in [0, 1) for every record, from its values alone."""
-    parts = [_rows(records.inputs), _rows(records.targets)]
-    for values, target in zip(*parts, strict=True):
-        digest = hashlib.blake2b(values, digest_size=8, key=SUBSET_KEY)
-        digest.update(target)
-        yield (int.from_bytes(digest.digest(), "little") >> 11) / 2**53
-
-
-def _rows(values: Tensor) -> Iterator[memoryview]:
-    array = np.ascontiguousarray(values.detach().cpu().numpy()).reshape(len(values), -1)
-    return (row.data for row in array.view(np.uint8))
 
 
 def held_out(train: Examples, count: int) -> tuple[Examples, Examples]:
