@@ -31,12 +31,14 @@ def number(name: str, value: Any) -> None:
         ) from None
 
 
-def positive(name: str, value: float) -> None:
+def _in_range(name: str, value: Any, sound: Callable[[Any], bool], words: str) -> None:
     number(name, value)
-    if not (math.isfinite(value) and value > 0):
-        raise InvalidInputError(
-            f"{name} must be a finite number above 0, got {value}", code="out-of-range"
-        )
+    if not sound(value):
+        raise InvalidInputError(f"{name} must be {words}, got {value}", code="out-of-range")
+
+
+def positive(name: str, value: float) -> None:
+    _in_range(name, value, lambda x: math.isfinite(x) and x > 0, "a finite number above 0")
 
 
 def positive_each(owner: object, *names: str) -> None:
@@ -48,25 +50,18 @@ def positive_each(owner: object, *names: str) -> None:
 
 
 def non_negative(name: str, value: float) -> None:
-    number(name, value)
-    if not (math.isfinite(value) and value >= 0):
-        raise InvalidInputError(
-            f"{name} must be a finite number of at least 0, got {value}", code="out-of-range"
-        )
+    _in_range(name, value, lambda x: math.isfinite(x) and x >= 0, "a finite number of at least 0")
 
 
 def finite(name: str, value: float) -> None:
-    number(name, value)
-    if not math.isfinite(value):
-        raise InvalidInputError(f"{name} must be a finite number, got {value}", code="out-of-range")
+    _in_range(name, value, math.isfinite, "a finite number")
 
 
 def at_least_one(name: str, value: int) -> None:
-    number(name, value)
-    if not (math.isfinite(value) and value == int(value) and value >= 1):
-        raise InvalidInputError(
-            f"{name} must be a whole number of at least 1, got {value}", code="out-of-range"
-        )
+    def sound(x: Any) -> bool:
+        return math.isfinite(x) and x == int(x) and x >= 1
+
+    _in_range(name, value, sound, "a whole number of at least 1")
 
 
 def whole(name: str, value: Any, least: int) -> int:
@@ -92,21 +87,15 @@ def at_least_one_each(owner: object, *names: str) -> None:
 
 
 def sample_rate(name: str, value: float) -> None:
-    number(name, value)
-    if not 0 < value <= 1:
-        raise InvalidInputError(f"{name} must be in (0, 1], got {value}", code="out-of-range")
+    _in_range(name, value, lambda x: 0 < x <= 1, "in (0, 1]")
 
 
 def fraction_below_one(name: str, value: float) -> None:
-    number(name, value)
-    if not 0 <= value < 1:
-        raise InvalidInputError(f"{name} must be in [0, 1), got {value}", code="out-of-range")
+    _in_range(name, value, lambda x: 0 <= x < 1, "in [0, 1)")
 
 
 def probability(name: str, value: float) -> None:
-    number(name, value)
-    if not 0 < value < 1:
-        raise InvalidInputError(f"{name} must be in (0, 1), got {value}", code="out-of-range")
+    _in_range(name, value, lambda x: 0 < x < 1, "in (0, 1)")
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -98,13 +98,6 @@ class Intervals(checks.NamedArguments):
         check_options(self)
 
 
-def _is_worker_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InvalidInputError(
-            f"{name} must be a whole number from 0 on, got {checks.shown(value)}"
-        )
-
-
 @dataclass(frozen=True, repr=False)
 class Performance(checks.NamedArguments):
     """Performance options. They do not change the result beyond rounding.
@@ -150,7 +143,7 @@ class Performance(checks.NamedArguments):
     workers: int | None = option(
         None,
         "processes that read a data set while the device computes",
-        check=_is_worker_count,
+        check=lambda name, value: checks.whole(name, value, 0),
         command_line=False,
     )
 
@@ -376,7 +369,17 @@ class RunConfig(checks.NamedArguments):
         check_kind("intervals", self.intervals, Intervals)
         check_kind("performance", self.performance, Performance)
         check_options(self)
-        self._check_groups()
+        column, most = self.declared.group_by, self.records_per_person
+        if self.task is not None and column is None and self.sampling == RECORD:
+            raise InvalidInputError("sampling record needs --group-by COLUMN")
+        if self.task is not None and column is None and most is not None:
+            raise InvalidInputError(f"records_per_person {most} needs --group-by COLUMN")
+        for name in ("holdout", "keep_fraction"):
+            if column is not None and getattr(self, name) is not None:
+                raise InvalidInputError(
+                    f"{name} {getattr(self, name):g} parts the records of a person; leave it out "
+                    f"with --group-by {column}"
+                )
         if self.intervals.replayable and self.seed is not None:
             raise InvalidInputError(
                 "a replayable run commits to the key of its random numbers, and a key that follows "
@@ -394,21 +397,6 @@ class RunConfig(checks.NamedArguments):
                 f"epsilon must be finite for method {self.method.name}, got {self.budget.epsilon}; "
                 f"to train without privacy use method {Nonprivate.name}"
             )
-
-    def _check_groups(self) -> None:
-        """Refuse by name what parts the records of a person, or needs a column of persons."""
-        column, most = self.declared.group_by, self.records_per_person
-        if self.task is not None and column is None and self.sampling == RECORD:
-            raise InvalidInputError("sampling record needs --group-by COLUMN")
-        if self.task is not None and column is None and most is not None:
-            raise InvalidInputError(f"records_per_person {most} needs --group-by COLUMN")
-        parting = {"holdout": self.holdout, "keep_fraction": self.keep_fraction}
-        for name, value in parting.items():
-            if column is not None and value is not None:
-                raise InvalidInputError(
-                    f"{name} {value:g} parts the records of a person; leave it out with --group-by "
-                    f"{column}"
-                )
 
     @classmethod
     def from_names(
@@ -428,13 +416,21 @@ class RunConfig(checks.NamedArguments):
         """
         accounting = values.get("accounting") or DEFAULT_ACCOUNTING
         if auto and values.get("preset") is None and method is None:
-            values = {**values, **_default_preset(accounting, options)}
+            # a test of every candidate has settings of its own
+            paper_gate = options.get("gate") in ("loss", "coin") or any(
+                options.get(name) is not None for name in PAPER_GATE_OPTIONS
+            )
+            if accounting in STEERING_ACCOUNTINGS and not paper_gate:
+                values = {**values, "preset": AUTO}
         unnamed = Dpsgd if values.get("preset") in (AUTO, ENCODER) else Dpsur
         kind = method_named(method or unnamed.name)
         check_method_options(kind, options)
         task = task_named(values.get("task", DEFAULT_TASK), declared=Declared.among(values))
         if values.get("preset") is None:
-            usual = _task_settings(values, kind, task)
+            # those that suit a task, as long as its own features and network are used
+            features = values.get("features") or kind.features or task.default_features
+            own = features == task.default_features and values.get("model") is None
+            usual = task.settings.get(kind.name, {}) if own else {}
             return build(cls, values, method=kind(**{**usual, **options}))
         epsilon = values.get("epsilon", DEFAULT_BUDGET.epsilon)
         facts = data_facts(task, values)
@@ -476,7 +472,11 @@ def check_method_options(method: type[Method], options: Mapping[str, Any]) -> No
     known = {each.name for each in fields(method)}
     for name in options:
         if name not in known:
-            owners = [kind.name for kind in METHODS.values() if name in _names(kind)]
+            owners = [
+                kind.name
+                for kind in METHODS.values()
+                if name in {each.name for each in fields(kind)}
+            ]
             remedy = (
                 f", which belongs to {', '.join(owners)}; leave it out or choose --method "
                 f"{owners[0]}"
@@ -484,10 +484,6 @@ def check_method_options(method: type[Method], options: Mapping[str, Any]) -> No
                 else f"; it has {', '.join(sorted(known))}"
             )
             raise InvalidInputError(f"method {method.name} has no option {flag(name)}{remedy}")
-
-
-def _names(method: type[Method]) -> set[str]:
-    return {each.name for each in fields(method)}
 
 
 def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts:
@@ -519,24 +515,6 @@ def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts
 def uses_gpu(device: str) -> bool:
     """Whether a run on a device of this name is one on a GPU."""
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-
-
-def _default_preset(accounting: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """Auto, unless a test of every candidate is asked for, which has settings of its own."""
-    paper_gate = options.get("gate") in ("loss", "coin") or any(
-        options.get(name) is not None for name in PAPER_GATE_OPTIONS
-    )
-    return {} if paper_gate or accounting not in STEERING_ACCOUNTINGS else {"preset": AUTO}
-
-
-def _task_settings(
-    values: Mapping[str, Any], method: type[Method], task: Task
-) -> Mapping[str, Any]:
-    """Hyper-parameters that suit a task, as long as its own features and network are used."""
-    features = values.get("features") or method.features or task.default_features
-    if features != task.default_features or values.get("model") is not None:
-        return {}
-    return task.settings.get(method.name, {})
 
 
 def choose_method(

@@ -192,22 +192,21 @@ def build(owner: type[Owner], values: Mapping[str, Any], **whole: Any) -> Owner:
     for part in fields(owner):  # type: ignore[arg-type]
         changes = {name: v for name, v in values.items() if known[name].part == part.name}
         if changes:
-            own[part.name] = replace(_default(part), **changes)
+            usual: Any = part.default if part.default_factory is MISSING else part.default_factory()
+            own[part.name] = replace(usual, **changes)
     return owner(**own, **whole)
-
-
-def _default(part: Field[Any]) -> Any:
-    return part.default if part.default_factory is MISSING else part.default_factory()
 
 
 def to_plain(owner: Any) -> dict[str, Any]:
     """The options of an instance that are stored, as values that JSON has."""
-    found = {
-        name: each.value(owner)
-        for name, each in declared(type(owner)).items()
-        if each.field.metadata["stored"]
-    }
-    return {name: _plain(value) for name, value in found.items()}
+    found = {}
+    for name, each in declared(type(owner)).items():
+        value = each.value(owner)
+        if each.field.metadata["stored"]:
+            found[name] = dict(value) if isinstance(value, Mapping) else value
+            if isinstance(value, Path):
+                found[name] = str(value)
+    return found
 
 
 def from_plain(owner: type, values: Any) -> dict[str, Any]:
@@ -224,12 +223,6 @@ def from_plain(owner: type, values: Any) -> dict[str, Any]:
 def shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _is_a(value: Any, kind: type) -> bool:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +55,11 @@ def status(text: str) -> Iterator[None]:
     token = _shown.set(line)
     with ExitStack() as shown:
         shown.callback(_shown.reset, token)
-        line.live = _live(text, shown) if sys.stderr.isatty() else None
+        if sys.stderr.isatty():
+            with suppress(ImportError):
+                from rich.console import Console
+
+                line.live = shown.enter_context(Console(stderr=True).status(text))
         if line.live is None:
             timer = threading.Timer(PATIENCE, _say, [text])
             timer.daemon = True
@@ -86,23 +90,13 @@ def notes(lines: Iterable[str]) -> None:
         _print(f"dpsur: {line}")
 
 
-def _live(text: str, shown: ExitStack) -> Any:
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    return shown.enter_context(Console(stderr=True).status(text))
-
-
 def _say(text: str) -> None:
     _print(f"dpsur: {text} ...")
 
 
 def _print(line: str) -> None:
-    try:
+    with suppress(OSError, ValueError):  # nobody is there to read it
         print(line, file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        return  # nobody is there to read it
 
 
 def html_table(title: str, rows: Iterable[tuple[object, object]]) -> str:

@@ -104,9 +104,10 @@ def half_the_noise(patch):
 
 
 def drawn_by_the_place(patch):
-    patch.setattr(
-        holdout, "_draws", lambda rows: [(n * 0.618) % 1 for n in range(len(rows), 0, -1)]
-    )
+    def draws(rows, _):
+        return [(n * 0.618) % 1 for n in range(len(rows), 0, -1)]
+
+    patch.setattr(holdout, "keyed_draws", draws)
 
 
 test_law_holds, test_mutant_is_killed = law_tests(

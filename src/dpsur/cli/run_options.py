@@ -17,7 +17,7 @@ from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.options import DATA, MODEL, PERFORMANCE, PRIVACY, RUN, Option, by_heading, declared, flag
 from dpsur.runs.build_session import choose_device
-from dpsur.runs.files import RunFolder, numbered, start_command
+from dpsur.runs.files import RunFolder, command_in, numbered
 from dpsur.tasks import DEFAULT_TASK, OWN, TASKS, Declared
 
 # Where runs go that are given no folder.
@@ -250,14 +250,14 @@ def _nothing_to_resume(folder: RunFolder) -> str:
         )
     return (
         f"{folder.root} holds no run to resume ({folder.config} is missing); start one with: "
-        f"{start_command(folder.root)}"
+        f"{command_in(folder.root, '--out')}"
     )
 
 
 def _damaged(folder: RunFolder, reason: str) -> str:
     again = "start a new run in another folder"
     if folder.unstarted:
-        again = f"start the run again with: {start_command(folder.root)}"
+        again = f"start the run again with: {command_in(folder.root, '--out')}"
     return f"{folder.config} is damaged ({reason}); restore the file, or {again}"
 
 

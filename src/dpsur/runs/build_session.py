@@ -126,12 +126,30 @@ def build_session(
         )
     features.check_held(train, test)
     if groups is not None:
-        _check_groups(config, features, augment)
+        _refuse(
+            {
+                "augment": augment is not None,
+                "holdout": config.holdout is not None,
+                "keep_fraction": config.keep_fraction not in (None, 1),
+                f"normalisation {PRIVATE}": features.kind == PRIVATE,
+                "a schema that was learned": features.charges != features.setup,
+            },
+            "works on records, not on persons, and cannot be used with groups; leave it out",
+        )
     if config.sampling == RECORD:
         most = None if groups is None else groups.records_each
         config = replace(config, method=drawing_records(config, most))
     if config.records is not None:
-        _check_declared_size(config, features)
+        name = config.method.name
+        _refuse(
+            {
+                f"method {name}": name not in (Dpsgd.name, Dpsur.name),
+                "holdout": config.holdout is not None,
+                f"normalisation {features.kind}": features.kind in (PRIVATE, MEAN),
+            },
+            "uses the true number of records, and cannot be used with records=..., which says that "
+            "it is not public; leave one of them out",
+        )
     original = copy.deepcopy(config.method.adapt(model))
     ranks.broadcast_module(original)
     model = copy.deepcopy(original).to(device)
@@ -161,13 +179,26 @@ def build_session(
             if examples is train:
                 check_targets(applied, outputs, part.targets, name)
     loss = applied
-    _check_size(model)
+    count = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    if count > MOST_WEIGHTS:
+        raise InvalidInputError(
+            f"the model has {count} trainable weights, and guarantees are computed for at most "
+            f"{MOST_WEIGHTS}; freeze some of them with requires_grad_(False)"
+        )
     persons = None
     if groups is not None:
         train, persons = choose_records(train, groups)
     by_record = config.sampling == RECORD
     held = len(train if persons is None or by_record else persons)
-    method, plan = _settle(config, config.records or held, features)
+    budget = config.budget
+    words = f"a {config.method.label} run, epsilon {budget.epsilon:g}"
+    with status(f"choosing noise and length of {words}"):
+        method, plan = config.method.resolve(
+            config.records or held, budget, config.charged_by, features.charges
+        )
+    if config.max_updates is not None:  # ends it early; a filter promises its allowance even so
+        plan = plan.limited(config.max_updates)
+    plan = plan.hide_rejections(config.hide_rejections)
     if config.ledger is not None:
         unit = RECORD if groups is None else PERSON
         booking = ranks.from_main(lambda: _book(config, plan, unit, train, booking)).decode()
@@ -221,22 +252,6 @@ def drawing_records(config: RunConfig, records_each: int | None) -> Method:
     return replace(method, **joining)
 
 
-def _check_declared_size(config: RunConfig, features: InputFeatures) -> None:
-    """Refuse by name what would be computed from, or would show, the true number of records."""
-    name = config.method.name
-    refused = {
-        f"method {name}": name not in (Dpsgd.name, Dpsur.name),
-        "holdout": config.holdout is not None,
-        f"normalisation {features.kind}": features.kind in (PRIVATE, MEAN),
-    }
-    for given, bad in refused.items():
-        if bad:
-            raise InvalidInputError(
-                f"{given} uses the true number of records, and cannot be used with records=..., "
-                "which says that it is not public; leave one of them out"
-            )
-
-
 def _book(config: RunConfig, plan: Plan, unit: str, train: Examples, booked: str | None) -> bytes:
     """Book a run before anything is drawn from its records; returns the id of its booking."""
     assert config.ledger is not None
@@ -251,50 +266,16 @@ def _book(config: RunConfig, plan: Plan, unit: str, train: Examples, booked: str
     return ledger.book(plan, unit, digest.digest(), config.method.label, whole=whole).encode()
 
 
-def _check_groups(config: RunConfig, features: InputFeatures, augment: Augment | None) -> None:
-    """Refuse by name what is bounded for a record and not for a person."""
-    refused = {
-        "augment": augment is not None,
-        "holdout": config.holdout is not None,
-        "keep_fraction": config.keep_fraction not in (None, 1),
-        f"normalisation {PRIVATE}": features.kind == PRIVATE,
-        "a schema that was learned": features.charges != features.setup,
-    }
-    for name, given in refused.items():
+def _refuse(asked: Mapping[str, bool], why: str) -> None:
+    """Refuse by name what was asked for and cannot be combined."""
+    for name, given in asked.items():
         if given:
-            raise InvalidInputError(
-                f"{name} works on records, not on persons, and cannot be used with groups; leave "
-                "it out"
-            )
-
-
-def _settle(config: RunConfig, size: int, features: InputFeatures) -> tuple[Method, Plan]:
-    """The method with what it left open filled in, and the plan of its privacy.
-
-    `max_updates` ends the planned run early. What it then spends is less than the budget, except
-    under a filter, which promises its allowance.
-    """
-    budget, name = config.budget, config.method.label
-    with status(f"choosing noise and length of a {name} run, epsilon {budget.epsilon:g}"):
-        method, plan = config.method.resolve(size, budget, config.charged_by, features.charges)
-    if config.max_updates is not None:
-        plan = plan.limited(config.max_updates)
-    return method, plan.hide_rejections(config.hide_rejections)
+            raise InvalidInputError(f"{name} {why}")
 
 
 def _first(examples: Examples) -> Examples:
     """A record that is looked at before all are: the first of those that are not held."""
     return examples.part(slice(1)) if isinstance(examples, StreamedExamples) else examples
-
-
-def _check_size(model: nn.Module) -> None:
-    """Refuse a network with more weights than the bound on noise tails holds for."""
-    count = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    if count > MOST_WEIGHTS:
-        raise InvalidInputError(
-            f"the model has {count} trainable weights, and guarantees are computed for at most "
-            f"{MOST_WEIGHTS}; freeze some of them with requires_grad_(False)"
-        )
 
 
 def _records(

@@ -182,17 +182,13 @@ def numbered(name: str) -> Iterator[str]:
 
 def resume_command(root: Path) -> str:
     """The command that resumes the run in a folder, ready to be pasted into a shell."""
-    return f"dpsur train --resume {_quoted(root)}"
+    return command_in(root, "--resume")
 
 
-def start_command(root: Path) -> str:
-    """The beginning of the command that starts a run in a folder."""
-    return f"dpsur train --out {_quoted(root)}"
-
-
-def _quoted(path: Path) -> str:
-    name = str(path)
-    return shlex.quote(f"./{name}" if name.startswith("-") else name)
+def command_in(root: Path, option: str) -> str:
+    """The beginning of a command that names the folder of a run by this option."""
+    name = str(root)
+    return f"dpsur train {option} {shlex.quote(f'./{name}' if name.startswith('-') else name)}"
 
 
 def sha256(content: bytes) -> str:
@@ -227,7 +223,15 @@ class RunFolder:
         start in its folder.
         """
         try:
-            self._check_empty()
+            if self.root.exists() and not self.root.is_dir():
+                raise InvalidInputError(f"output {self.root} is not a folder; choose another path")
+            if self.root.exists() and not self.unstarted:
+                resumed = self.checkpoint.exists() and not self.finished
+                more = f", or resume the run in it with: {self.how_to_resume()}" if resumed else ""
+                raise InvalidInputError(
+                    f"output folder {self.root} is not empty; choose another one{more}",
+                    code="folder-not-empty",
+                )
             ancestor = self.root.absolute()
             while not ancestor.exists() and not ancestor.is_symlink():
                 ancestor = ancestor.parent
@@ -239,22 +243,6 @@ class RunFolder:
                 f"output folder {self.root} cannot be written ({ancestor} is not a writable "
                 "folder); choose another path with --out"
             )
-
-    def _check_empty(self) -> None:
-        if not self.root.exists():
-            return
-        if not self.root.is_dir():
-            raise InvalidInputError(f"output {self.root} is not a folder; choose another path")
-        if not self.unstarted:
-            raise InvalidInputError(
-                f"output folder {self.root} is not empty; choose another one{self._or_resume()}",
-                code="folder-not-empty",
-            )
-
-    def _or_resume(self) -> str:
-        if self.finished or not self.checkpoint.exists():
-            return ""
-        return f", or resume the run in it with: {self.how_to_resume()}"
 
     def how_to_resume(self) -> str:
         if self.config.exists():
@@ -387,7 +375,14 @@ def sign(folder: str | os.PathLike[str], key: str | os.PathLike[str]) -> Path:
             f"{release} holds no whole release; `dpsur verify` says what is wrong",
             code="no-release",
         )
-    secret = _secret_key(Path(key))
+
+    def load(content: bytes) -> object:
+        encrypted = b"ENCRYPTED" in content
+        password = getpass.getpass(f"passphrase of {key}: ").encode() if encrypted else None
+        return load_pem_private_key(content, password)
+
+    remedy = "make one: dpsur sign --new-key FILE"
+    secret = _key(Path(key), load, Ed25519PrivateKey, f"secret key in PEM; {remedy}")
     files = _hashes(release)
     public = secret.public_key().public_bytes_raw()
     signed = {
@@ -409,10 +404,19 @@ def signature_faults(
     With a public key in PEM it must be signed by that key.
     """
     release = release_folder(folder)
-    wanted = None if key is None else _public_key(Path(key)).public_bytes_raw()
+    wanted = None
+    if key is not None:
+        remedy = "give the file that `dpsur sign --new-key` wrote with the ending .pub"
+        kind = f"public key in PEM; {remedy}"
+        wanted = _key(Path(key), load_pem_public_key, Ed25519PublicKey, kind).public_bytes_raw()
     try:
         content = from_json((release / SIGNATURE).read_bytes())
-        found = _Signed(content)
+        if set(content) != {"format", "files", "public_key", "signature"}:
+            raise ValueError("other keys than a signature has")
+        if content["format"] != SIGNATURE_FORMAT:
+            raise ValueError(f"format {content['format']!r} instead of {SIGNATURE_FORMAT!r}")
+        files = dict(content["files"])
+        signer, signature = (bytes.fromhex(content[name]) for name in ("public_key", "signature"))
     except FileNotFoundError:
         missing = f"the release is not signed: {SIGNATURE} is missing"
         return ([] if wanted is None else [missing]), None
@@ -420,35 +424,20 @@ def signature_faults(
         return [f"{SIGNATURE} is not what `dpsur sign` writes ({error})"], None
     faults = []
     try:
-        Ed25519PublicKey.from_public_bytes(found.key).verify(
-            found.signature, _signed_bytes(found.files)
-        )
+        Ed25519PublicKey.from_public_bytes(signer).verify(signature, _signed_bytes(files))
     except (InvalidSignature, ValueError):
         faults.append(f"{SIGNATURE}: the signature does not belong to its list of files")
-    if wanted is not None and found.key != wanted:
-        faults.append(f"the release is signed by another key, {found.key.hex()}")
+    if wanted is not None and signer != wanted:
+        faults.append(f"the release is signed by another key, {signer.hex()}")
     present = _hashes(release)
-    for name in sorted(present.keys() | found.files.keys()):
+    for name in sorted(present.keys() | files.keys()):
         if name not in present:
             faults.append(f"{name} was signed and is missing")
-        elif name not in found.files:
+        elif name not in files:
             faults.append(f"{name} is not among the signed files")
-        elif present[name] != found.files[name]:
+        elif present[name] != files[name]:
             faults.append(f"{name} is not the file that was signed")
-    return faults, found.key.hex()
-
-
-class _Signed:
-    """What a signature file says; anything else in it raises."""
-
-    def __init__(self, content: Any) -> None:
-        if set(content) != {"format", "files", "public_key", "signature"}:
-            raise ValueError("other keys than a signature has")
-        if content["format"] != SIGNATURE_FORMAT:
-            raise ValueError(f"format {content['format']!r} instead of {SIGNATURE_FORMAT!r}")
-        self.files = dict(content["files"])
-        self.key = bytes.fromhex(content["public_key"])
-        self.signature = bytes.fromhex(content["signature"])
+    return faults, signer.hex()
 
 
 def _signed_bytes(files: dict[str, str]) -> bytes:
@@ -466,24 +455,6 @@ def _hashes(release: Path) -> dict[str, str]:
         }
     except OSError as error:
         raise FileError(f"{release} cannot be read ({cause_of(error)})") from error
-
-
-def _secret_key(path: Path) -> Ed25519PrivateKey:
-    def load(content: bytes) -> object:
-        encrypted = b"ENCRYPTED" in content
-        password = getpass.getpass(f"passphrase of {path}: ").encode() if encrypted else None
-        return load_pem_private_key(content, password)
-
-    remedy = "make one: dpsur sign --new-key FILE"
-    key: Ed25519PrivateKey = _key(path, load, Ed25519PrivateKey, f"secret key in PEM; {remedy}")
-    return key
-
-
-def _public_key(path: Path) -> Ed25519PublicKey:
-    remedy = "give the file that `dpsur sign --new-key` wrote with the ending .pub"
-    wanted = f"public key in PEM; {remedy}"
-    key: Ed25519PublicKey = _key(path, load_pem_public_key, Ed25519PublicKey, wanted)
-    return key
 
 
 def _key(path: Path, load: Callable[[bytes], object], kind: type[Any], wanted: str) -> Any:

@@ -199,7 +199,15 @@ class Session:
             return None, several if self.config.performance.capture else "capture is switched off"
         if self.config.intervals.replayable:
             return None, "the run is replayable, and keeps its state after every update"
-        obstacle = capture_obstacle(self.problem.train, self._sample_rates())
+        # the rates at which a typical trial draws its batches
+        if isinstance(self.method, Nonprivate) and self.method.batch_size is not None:
+            rates = [self.method.batch_size / len(self.problem.train)]
+        else:
+            drawn = (self.plan.typical.update, self.plan.typical.test)
+            rates = [
+                p.sample_rate for p in drawn if p is not None and not isinstance(p, NonPrivate)
+            ]
+        obstacle = capture_obstacle(self.problem.train, rates)
         if obstacle is not None:
             return None, obstacle
         padded = self.procedure.padded()
@@ -210,14 +218,6 @@ class Session:
     def _may_capture(self) -> bool:
         on_cuda = self.streams.device.type == "cuda"
         return on_cuda and self.config.performance.capture and self.ranks.size == 1
-
-    def _sample_rates(self) -> list[float]:
-        """At which rates a typical trial draws its batches."""
-        if isinstance(self.method, Nonprivate) and self.method.batch_size is not None:
-            return [self.method.batch_size / len(self.problem.train)]
-        update, test = self.plan.typical.update, self.plan.typical.test
-        rates = [] if isinstance(update, NonPrivate) else [update.sample_rate]
-        return rates if test is None else [*rates, test.sample_rate]
 
     def fingerprint(self) -> Fingerprint:
         """Tells this run from any other: its settings, records, loss, network and fixed parts."""
@@ -306,8 +306,12 @@ class ActiveRun:
         verdicts = found if is_trial else []  # a released norm is no trial
         for observer in self._observers:
             observer.trials(progress, verdicts)
-        if not is_trial:
-            self._report_metrics(progress)
+        if not is_trial:  # a test released what is paid for
+            rows = released_metrics(self._session.procedure, progress.state) or []
+            last = [row for row in rows if row["test"] == rows[-1]["test"]]
+            for observer in self._observers:
+                if last and hasattr(observer, "measured"):
+                    observer.measured(progress, last)
         position = self._session.plan.elapsed(progress.ledger)
         if self._evaluation_is_due(self._evaluated_at, position):
             self._evaluated_at = position
@@ -319,15 +323,6 @@ class ActiveRun:
             self._save(progress)
         if stop:
             raise InterruptedRunError("stopped; the checkpoint is saved")
-
-    def _report_metrics(self, progress: Progress) -> None:
-        """Report what a test released, which is paid for, to observers that ask for it."""
-        found = released_metrics(self._session.procedure, progress.state) or []
-        last = [row for row in found if row["test"] == found[-1]["test"]]
-        for observer in self._observers:
-            measured = getattr(observer, "measured", None)
-            if measured is not None and last:
-                measured(progress, last)
 
     def close(self) -> None:
         """Stop what is done in the background, at the end of the run or after an error."""
