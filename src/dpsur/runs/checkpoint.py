@@ -258,7 +258,7 @@ def save_checkpoint(
     facts = Checkpoint(fingerprint, progress.ledger, tensors).to_plain()
     del facts["tensors"]
     content = json.dumps(facts, sort_keys=True)
-    metadata = {"dpsur": content, "digest": _digest(content, tensors)}
+    metadata = {"dpsur": content, "digest": digest_of(tensors, content)}
     write_atomically(path, save_tensors(tensors, metadata), mode=0o600)
 
 
@@ -321,17 +321,13 @@ def _parse(path: Path, content: bytes) -> tuple[dict[str, Tensor], dict[str, Any
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(damaged) from error
     check_format(facts.get("format"), str(path))
-    if metadata.get("digest") != _digest(text, tensors):
+    if metadata.get("digest") != digest_of(tensors, text):
         raise CheckpointError(damaged)
     return tensors, facts
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-
-
-def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
-    return digest_of(tensors, text)
 
 
 def digest_of(tensors: Mapping[str, Tensor], text: str = "") -> str:

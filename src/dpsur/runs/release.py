@@ -157,18 +157,42 @@ def read_release(
     weights, statement_file = folder / WEIGHTS, folder / STATEMENT
     try:
         content = weights.read_bytes()
-        statement = _checked_statement(current(from_json(statement_file.read_bytes())))
+        statement = current(from_json(statement_file.read_bytes()))
+        guarantee, weights_of = statement["guarantee"], statement["weights"]
+        accounting_named(guarantee["accounting"])
+        numbers = [guarantee["epsilon"], statement["epsilon"]["proven"], guarantee["delta"]]
+        if not (
+            all(type(x) in (int, float) and 0 <= x < 1e300 for x in numbers if x is not None)
+            and guarantee["delta"] is not None
+            and isinstance(guarantee["proved"], bool)
+            and isinstance(weights_of["sha256"], str)
+            and isinstance(statement["public"], dict)
+        ):
+            raise ValueError(f"{STATEMENT} holds a value of the wrong type")
         tensors = load_tensors(content)
         header = from_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
         described = from_json(header["__metadata__"]["dpsur"].encode())
-        origin = _described_origin(described)
+        features, predicts = described.get("features", []), described.get("predicts")
+        if described["format"] != FORMAT:
+            raise ValueError(f"{WEIGHTS} was not written by this program")
+        if not (
+            isinstance(described["task"], (str, type(None)))
+            and isinstance(described["network"], (dict, type(None)))
+            and isinstance(features, list)
+            and all(isinstance(one, dict) for one in features)
+            and predicts in (None, CLASSES, LABELS, NUMBERS)
+        ):
+            raise ValueError(f"{WEIGHTS} says in an unknown way where its model comes from")
+        origin = Origin(
+            described["task"], described["network"], features=features, predicts=predicts
+        )
     except (OSError, SafetensorError, *MALFORMED) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{folder} holds a damaged release: {reason or type(error).__name__}",
             code="damaged-release",
         ) from error
-    if sha256(content) != statement["weights"]["sha256"]:
+    if sha256(content) != weights_of["sha256"]:
         raise CheckpointError(
             f"{weights} are not the weights that {statement_file.name} was written for (their "
             "SHA-256 differs), so its guarantee does not hold for them; restore both files",
@@ -197,42 +221,6 @@ def read_release(
         reason = " ".join(str(error).split())
         raise CheckpointError(f"the weights in {folder} do not fit the model: {reason}") from error
     return model, statement, origin
-
-
-def _checked_statement(statement: dict[str, Any]) -> dict[str, Any]:
-    """Refuse a statement that lacks, or has in another form, what is read from it here."""
-    guarantee = statement["guarantee"]
-    accounting_named(guarantee["accounting"])
-    figures = (guarantee["epsilon"], statement["epsilon"]["proven"])
-    sound = (
-        all(figure is None or _is_number(figure) for figure in figures)
-        and _is_number(guarantee["delta"])
-        and isinstance(guarantee["proved"], bool)
-        and isinstance(statement["weights"]["sha256"], str)
-        and isinstance(statement["public"], dict)
-    )
-    if not sound:
-        raise ValueError(f"{STATEMENT} holds a value of the wrong type")
-    return statement
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e300
-
-
-def _described_origin(described: Any) -> Origin:
-    if not isinstance(described, dict) or described.get("format") != FORMAT:
-        raise ValueError(f"{WEIGHTS} was not written by this program")
-    task, network = described["task"], described["network"]
-    if not isinstance(task, (str, type(None))) or not isinstance(network, (dict, type(None))):
-        raise ValueError(f"{WEIGHTS} names its task or network in an unknown way")
-    features = described.get("features", [])
-    if not isinstance(features, list) or not all(isinstance(one, dict) for one in features):
-        raise ValueError(f"{WEIGHTS} names its features in an unknown way")
-    predicts = described.get("predicts")
-    if predicts not in (None, CLASSES, LABELS, NUMBERS):
-        raise ValueError(f"{WEIGHTS} names what it predicts in an unknown way")
-    return Origin(task, network, features=features, predicts=predicts)
 
 
 @contextmanager
