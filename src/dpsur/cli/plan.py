@@ -19,7 +19,7 @@ from dpsur import checks
 from dpsur.cli.parser import text
 from dpsur.config import data_facts, uses_gpu
 from dpsur.environment import CACHE_VARIABLE
-from dpsur.errors import InvalidInputError, PrivacyWarning
+from dpsur.errors import InvalidInputError
 from dpsur.features import TABLE, TableLayout, features_named
 from dpsur.functional.records import Examples
 from dpsur.methods import Dpsgd
@@ -131,8 +131,9 @@ def run(options: argparse.Namespace) -> int:
             method = Dpsgd(**preset.options, records_joining=joining)
     units, drawn = options.persons or options.records, task.records or 1
     simulation = None
-    if schema is not None and not options.no_simulation and _can_be_simulated(schema):
-        simulation = Simulation.of(units, schema)
+    if schema is not None and not options.no_simulation:
+        texts = any(isinstance(column, Text) for column in schema.columns.values())
+        simulation = None if texts or schema.kind != "classes" else Simulation.of(units, schema)
     found: list[Prospect] = []
     with status("choosing the noise for each epsilon"):
         for budget in budgets:
@@ -140,7 +141,13 @@ def run(options: argparse.Namespace) -> int:
             found.append(prospect(method, drawn, budget, DEFAULT_ACCOUNTING, setup))
     seconds = None
     if simulation is not None:
-        found, seconds = _simulated(simulation, budgets, found, device)
+        lasted = []
+        for number, budget in enumerate(budgets):
+            with status(f"training on synthetic tables, epsilon {number + 1} of {len(found)}"):
+                most, took = simulation.lost(budget, device)
+            found[number] = replace(found[number], lost=(0.0, most))
+            lasted.append(took)
+        seconds = min(lasted) / TIME_ROOM, max(lasted) * TIME_ROOM
     elif schema is None:
         assert task.classes is not None
         ranges = [lost_on_public_data(units, task.classes, e) for e in epsilons]
@@ -149,13 +156,17 @@ def run(options: argparse.Namespace) -> int:
             with status("timing short runs on made-up records"):
                 seconds = _timed(options, task, device)
     found = with_records_needed(found, units)
+    # the numbers of what a record becomes, beside the record itself
+    assert task.shape is not None
+    shape = features_named(features).output_shape(task.shape)
+    if task.table is not None and features == TABLE:
+        shape = (task.table.features,)
+    inputs = 0 if shape == task.shape else prod(task.shape)
     about = {
         "records": options.records,
         "delta": options.delta,
         "seconds": seconds,
-        "memory_bytes": bytes_of_a_run(
-            _row_bytes(replace(task, records=options.records), features)
-        ),
+        "memory_bytes": bytes_of_a_run(4 * options.records * (prod(shape) + inputs)),
     }
     if options.json:
         if kinds:
@@ -168,7 +179,17 @@ def run(options: argparse.Namespace) -> int:
     print(f"{explained[0].partition(', epsilon')[0]}, delta {options.delta:g}")
     print("\n".join(explained[1:]))
     if kinds:
-        _print_samplings(kinds, epsilons[-1])
+        best = kinds[0]
+        print(f"\nways to protect persons at epsilon {epsilons[-1]:g}, best first:")
+        print("sampling  records per person  batch size  noise multiplier  noise of a mean / C")
+        for one in kinds:
+            print(
+                f"{one.sampling:<8}  {one.records_per_person:>18}  {one.batch_size:>10.1f}  "
+                f"{one.noise_multiplier:>16.3f}  {one.noise:>19.4f}"
+            )
+        public = ", and a public --records" if best.sampling == RECORD else ""
+        per_person = f"--records-per-person {best.records_per_person}"
+        print(f"take --sampling {best.sampling} {per_person}{public}")
     _print_table(found, unit)
     _print_notes(
         about, unit, table=schema is not None, known=found[0].lost is not None, device=device
@@ -205,19 +226,6 @@ def _samplings(
     return [one for one in found if options.sampling in (None, one.sampling)]
 
 
-def _print_samplings(kinds: list[PersonSampling], epsilon: float) -> None:
-    print(f"\nways to protect persons at epsilon {epsilon:g}, best first:")
-    print("sampling  records per person  batch size  noise multiplier  noise of a mean / C")
-    for one in kinds:
-        print(
-            f"{one.sampling:<8}  {one.records_per_person:>18}  {one.batch_size:>10.1f}  "
-            f"{one.noise_multiplier:>16.3f}  {one.noise:>19.4f}"
-        )
-    best = kinds[0]
-    print(f"take --sampling {best.sampling} --records-per-person {best.records_per_person}", end="")
-    print(", and a public --records" if best.sampling == RECORD else "")
-
-
 def _schema(options: argparse.Namespace) -> Schema | None:
     """The columns of a table: as declared, or this many numbers."""
     if options.schema is not None:
@@ -239,11 +247,6 @@ def _schema(options: argparse.Namespace) -> Schema | None:
         )
     columns = {f"x{place}": Number(-1, 1) for place in range(options.width)}
     return Schema(columns, {"y": Category([*range(options.classes or 2)])})
-
-
-def _can_be_simulated(schema: Schema) -> bool:
-    texts = any(isinstance(column, Text) for column in schema.columns.values())
-    return schema.kind == "classes" and not texts
 
 
 def described_task(options: argparse.Namespace, schema: Schema | None) -> Task:
@@ -299,20 +302,6 @@ def _epsilons(given: str) -> list[float]:
     return found
 
 
-def _simulated(
-    simulation: Simulation, budgets: list[Budget], found: list[Prospect], device: str
-) -> tuple[list[Prospect], tuple[float, float]]:
-    rows, taken = [], []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivacyWarning)  # of seeds: the tables are synthetic
-        for number, (row, budget) in enumerate(zip(found, budgets, strict=True), 1):
-            with status(f"training on synthetic tables, epsilon {number} of {len(found)}"):
-                most, seconds = simulation.lost(budget, device)
-            rows.append(replace(row, lost=(0.0, most)))
-            taken.append(seconds)
-    return rows, (min(taken) / TIME_ROOM, max(taken) * TIME_ROOM)
-
-
 def _timed(options: argparse.Namespace, task: Task, device: str) -> tuple[float, float]:
     assert task.shape is not None
     assert task.classes is not None
@@ -341,16 +330,6 @@ def _own_cache() -> Iterator[None]:
             del os.environ[CACHE_VARIABLE]
             if before is not None:
                 os.environ[CACHE_VARIABLE] = before
-
-
-def _row_bytes(task: Task, features: str) -> int:
-    """The bytes of what all records become, beside the records themselves."""
-    assert task.shape is not None
-    shape = features_named(features).output_shape(task.shape)
-    if task.table is not None and features == TABLE:
-        shape = (task.table.features,)
-    inputs = 0 if shape == task.shape else prod(task.shape)
-    return 4 * (task.records or 0) * (prod(shape) + inputs)
 
 
 def _print_table(found: list[Prospect], unit: str) -> None:
@@ -392,10 +371,7 @@ def _print_notes(
     if about["seconds"] is not None:
         low, high = about["seconds"]
         kind = "seconds" if device == "cuda" else "processor seconds"
-        costs = f"{_shown(low)} to {_shown(high)} {kind} on this machine, {costs}"
+        shown = (f"{s:.1f}" if s < 10 else f"{s:,.0f}" for s in (low, high))
+        costs = f"{' to '.join(shown)} {kind} on this machine, {costs}"
     print(f"a run takes {costs}")
     print("nothing was spent; dpsur train --dry-run says the same of your data", file=sys.stderr)
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds:.1f}" if seconds < 10 else f"{seconds:,.0f}"

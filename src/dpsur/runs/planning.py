@@ -13,6 +13,7 @@ sides. How often the ranges held is on the page docs/tables/planning.md.
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from scipy.special import ndtr
 from torch import Tensor
 
-from dpsur.errors import InvalidInputError
+from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import Method
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event
@@ -86,23 +87,23 @@ def with_records_needed(found: Sequence[Prospect], records: int) -> list[Prospec
     What privacy costs depends on the product of records and epsilon, nearly: half the epsilon
     takes twice the records. So the other rows of the table say what other numbers of records give.
     """
+
+    def rounded(value: float) -> int:
+        unit: int = 10 ** max(0, int(math.log10(max(value, 1))) - 1)
+        return round(value / unit) * unit
+
     known = [(records * row.epsilon, row.lost[1]) for row in found if row.lost is not None]
     enough = [product for product, lost in sorted(known) if lost <= ONE_POINT]
     result = []
     for row in found:
         text = None
         if known and not enough:
-            text = f"over {_round(max(known)[0] / row.epsilon):,}"
+            text = f"over {rounded(max(known)[0] / row.epsilon):,}"
         elif known:
             first = enough[0] == min(known)[0]
-            text = f"{'at most ' if first else ''}{_round(enough[0] / row.epsilon):,}"
+            text = f"{'at most ' if first else ''}{rounded(enough[0] / row.epsilon):,}"
         result.append(replace(row, records_for_a_point=text))
     return result
-
-
-def _round(value: float) -> int:
-    unit: int = 10 ** max(0, int(math.log10(max(value, 1))) - 1)
-    return round(value / unit) * unit
 
 
 def lost_on_public_data(
@@ -115,17 +116,12 @@ def lost_on_public_data(
     """
     known = {name: losses for name, losses in PUBLIC_DATA.items() if name not in without}
     found = [_between(losses, records * epsilon) for losses in known.values()]
-    room = max(_beyond(known, name) for name in known)
+    room = 1.0  # the factor by which one data set is outside of the range of the others
+    for name, own in known.items():
+        others = [losses for other, losses in known.items() if other != name]
+        for one, *rest in zip(own, *others, strict=False) if others else ():
+            room = max(room, min(rest) / one, one / max(rest))
     return min(found) / room, min(max(found) * room, 1 - 1 / classes)
-
-
-def _beyond(known: Mapping[str, Sequence[float]], name: str) -> float:
-    """By which factor one data set is outside of the range of the others."""
-    factor = 1.0
-    others = [losses for other, losses in known.items() if other != name]
-    for own, *rest in zip(known[name], *others, strict=False) if others else ():
-        factor = max(factor, min(rest) / own, own / max(rest))
-    return factor
 
 
 def _between(losses: Sequence[float], product: float) -> float:
@@ -165,7 +161,8 @@ class Simulation:
                 {name: values[part] for name, values in table.items()}
                 for part in (slice(TEST_RECORDS, None), slice(TEST_RECORDS))
             )
-            with silenced():
+            with silenced(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", PrivacyWarning)  # of seeds: they are synthetic
                 run = fit(
                     *("auto", train),
                     schema=self.schema,
@@ -211,22 +208,18 @@ def made_up(
             parts.append(hidden[:, None])
         scores += weight * parts[-1] @ draws.normal(size=(parts[-1].shape[1], outputs))
     scores = (scores - scores.mean(0)) / scores.std(0)
-    chances = _chances(torch.from_numpy(scores), max(right, 0.5 + 0.5 / outputs))
+    # probabilities of the classes, of which the likeliest is right as often as wanted
+    odds, low, high = torch.from_numpy(scores), 0.0, 200.0
+    for _ in range(40):
+        scale = (low + high) / 2
+        best = F.softmax(scale * odds, 1).amax(1).mean()
+        low, high = (scale, high) if best < max(right, 0.5 + 0.5 / outputs) else (low, scale)
+    chances = F.softmax(high * odds, 1)
     drawn = torch.multinomial(chances, 1, generator=torch.Generator().manual_seed(seed)).flatten()
     ((target, wanted),) = schema.target.items()
     assert isinstance(wanted, Category)
     table[target] = np.array(wanted.values, dtype=object)[drawn.numpy()]
     return table, torch.from_numpy(np.concatenate(parts, 1)).float(), drawn
-
-
-def _chances(scores: Tensor, right: float) -> Tensor:
-    """Probabilities of classes, of which the likeliest is `right` on average."""
-    low, high = 0.0, 200.0
-    for _ in range(40):
-        scale = (low + high) / 2
-        best = F.softmax(scale * scores, 1).amax(1).mean()
-        low, high = (scale, high) if best < right else (low, scale)
-    return F.softmax(high * scores, 1)
 
 
 def _reference(rows: Tensor, labels: Tensor) -> float:

@@ -42,7 +42,7 @@ from dpsur.runs.release import CLASSES, LABELS, NUMBERS, Origin, read_release
 from dpsur.runs.tasks import INPUTS as INPUT_COLUMNS
 from dpsur.tasks import TASKS
 from dpsur.tasks.raw_inputs import ImageInputs, RawRecords, TableInputs, TextInputs, raw_inputs
-from dpsur.tasks.schema import Category, Column, Number, Schema, Text, Values
+from dpsur.tasks.schema import Category, Number, Schema, Text, Values
 
 
 class Predictor:
@@ -66,7 +66,13 @@ class Predictor:
         self.statement = statement
         public = statement["public"]
         self.schema = Schema.from_json(public["schema"]) if "schema" in public else None
-        self.inputs = raw_inputs({**_task_inputs(origin), **public})
+        known: dict[str, Any] = {}
+        task = TASKS.get(origin.task or "")
+        if task is not None and task.shape is not None and len(task.shape) == 3:
+            known = {"kind": "images", "shape": task.shape}
+            if task.pixel_scale is not None:
+                known |= dict(zip(("mean", "deviation"), task.pixel_scale, strict=True))
+        self.inputs = raw_inputs({"inputs": known, **public} if known else public)
         self.predicts = origin.predicts or (None if origin.network is None else CLASSES)
         if self.schema is not None:
             self.predicts = {"number": NUMBERS}.get(self.schema.kind, self.schema.kind)
@@ -87,10 +93,11 @@ class Predictor:
         """What `predict` chooses from: names that were declared, or numbers from 0 on."""
         if self.predicts != CLASSES:
             return None
-        if self._labels is None:
-            count = _last_width(self.module)
-            return None if count is None else tuple(range(count))
-        return tuple(self._labels)
+        if self._labels is not None:
+            return tuple(self._labels)
+        # the last linear layer of a classifier has an output for each of its classes
+        layers = [layer for layer in self.module.modules() if isinstance(layer, nn.Linear)]
+        return tuple(range(layers[-1].out_features)) if layers else None
 
     def predict(self, records: Any) -> Values:
         """The most probable class of each record; for other targets numbers, or labels.
@@ -123,8 +130,6 @@ class Predictor:
 
         `example` are records in memory, for a custom model whose inputs nothing describes.
         """
-        from dpsur.runs.predictor import export
-
         return export(self, Path(folder), example=example, onnx=onnx)
 
     def _read(self, records: Any) -> RawRecords:
@@ -207,23 +212,6 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Predic
     return Predictor(*read_release(path, model))
 
 
-def _task_inputs(origin: Origin) -> dict[str, Any]:
-    """What is known about the inputs of a task by name: the shape and scale of its images."""
-    task = TASKS.get(origin.task or "")
-    if task is None or task.shape is None or len(task.shape) != 3:
-        return {}
-    described: dict[str, Any] = {"kind": "images", "shape": task.shape}
-    if task.pixel_scale is not None:
-        described |= dict(zip(("mean", "deviation"), task.pixel_scale, strict=True))
-    return {"inputs": described}
-
-
-def _last_width(module: nn.Module) -> int | None:
-    """The outputs of the last linear layer, which of a classifier are its classes."""
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-    return layers[-1].out_features if layers else None
-
-
 PROGRAM, ONNX, SIGNATURE, WORDS = "model.pt2", "model.onnx", "signature.json", "words.py"
 # Records that a program is traced with, and others that it is compared on.
 TRACED, COMPARED = 4, 5
@@ -238,13 +226,12 @@ class ExportedModel(nn.Module):
         self.inputs, self.module, self.outputs = inputs, module, outputs
 
     def forward(self, records: Tensor) -> Tensor:
-        """Probabilities, or numbers in their units, for records as the signature has them."""
         found: Tensor = self.outputs(self.module(self.inputs(records)))
         return found
 
 
 class SchemaRows(nn.Module):
-    """The encoding of a schema: of values, of places of categories, and of counts of words.
+    """The encoding of a schema, as `Schema.inputs` gives it: of values, places and word counts.
 
     NaN stands for a missing value, and so does any place that is none.
     """
@@ -254,7 +241,6 @@ class SchemaRows(nn.Module):
         self._columns = list(schema.columns.values())
 
     def forward(self, values: Tensor) -> Tensor:
-        """What `Schema.inputs` gives, for double precision numbers."""
         parts = []
         spans = [one.dimension if isinstance(one, Text) else 1 for one in self._columns]
         for column, numbers in zip(self._columns, torch.split(values, spans, dim=1), strict=True):
@@ -279,10 +265,9 @@ class SchemaRows(nn.Module):
 
 
 class UnitRows(nn.Module):
-    """Brings rows of word counts to norm 1."""
+    """Brings rows of word counts to norm 1, as `dpsur.features.table` does."""
 
     def forward(self, counts: Tensor) -> Tensor:
-        """What `dpsur.features.table` gives."""
         return F.normalize(counts)
 
 
@@ -319,7 +304,13 @@ def export(model: Predictor, folder: Path, *, example: Any = None, onnx: bool = 
             f"{folder} exists and is not empty; choose another folder", code="folder-not-empty"
         )
     if onnx:
-        _check_onnx()
+        try:
+            import onnx as _  # noqa: F401
+            import onnxscript  # noqa: F401
+        except ImportError:
+            raise InvalidInputError(
+                "ONNX needs the packages onnx and onnxscript; run: pip install 'dpsur[onnx]'"
+            ) from None
     inputs, records = _inputs(model, example)
     whole = ExportedModel(inputs, model.module, _outputs(model)).cpu().eval()
     traced = _cut(records, TRACED)
@@ -363,9 +354,16 @@ def signature(model: Predictor, traced: Tensor) -> dict[str, Any]:
     kind = model.inputs
     takes: dict[str, Any] = {"shape": ["records", *traced.shape[1:]], "type": str(traced.dtype)[6:]}
     if isinstance(kind, TableInputs) and not kind.schema.is_text:
-        takes["columns"] = {
-            name: _described(column) for name, column in kind.schema.columns.items()
-        }
+        takes["columns"] = {}
+        for name, column in kind.schema.columns.items():
+            if isinstance(column, Category):
+                takes["columns"][name] = {"place_of": list(column.values)}
+            elif isinstance(column, Text):
+                takes["columns"][name] = {
+                    "counts": f"words.hashed_counts(texts, {column.dimension})"
+                }
+            else:
+                takes["columns"][name] = {"number_from": column.low, "to": column.high}
         takes["missing"] = "NaN; a value that is not listed has the place -1"
     elif isinstance(kind, ImageInputs):
         takes["images"] = "channels first, in [0, 1], resized bilinearly"
@@ -379,14 +377,6 @@ def signature(model: Predictor, traced: Tensor) -> dict[str, Any]:
         "classes": None if model.classes is None else list(model.classes),
         "privacy": {name: guarantee[name] for name in ("epsilon", "delta", "proved")},
     }
-
-
-def _described(column: Column) -> dict[str, Any]:
-    if isinstance(column, Category):
-        return {"place_of": list(column.values)}
-    if isinstance(column, Text):
-        return {"counts": f"words.hashed_counts(texts, {column.dimension})"}
-    return {"number_from": column.low, "to": column.high}
 
 
 def _inputs(model: Predictor, example: Any) -> tuple[nn.Module, Tensor]:
@@ -465,16 +455,6 @@ def _compare(found: Any, expected: Tensor, what: str) -> None:
         raise DpsurError(
             f"the exported {what} differs from the model by {apart:.3g}; it was not written"
         )
-
-
-def _check_onnx() -> None:
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError:
-        raise InvalidInputError(
-            "ONNX needs the packages onnx and onnxscript; run: pip install 'dpsur[onnx]'"
-        ) from None
 
 
 def _export_onnx(whole: nn.Module, program: Any, records: Tensor, path: Path) -> None:
