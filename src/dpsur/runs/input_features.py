@@ -156,7 +156,17 @@ class InputFeatures:
         if self.features is not None:
             shape = features_named(self.features).output_shape(shape)
         if TABLE in (self.features, {QUANTILES: TABLE}.get(self.kind)):
-            return self._check_table(shape)
+            if self.binned is None or shape != (self.binned.width,):
+                raise InvalidInputError(
+                    f"features {TABLE} and normalisation {QUANTILES} are for each other and for "
+                    "tables with a schema; pass one, or choose others"
+                )
+            if self.kind not in (NONE, QUANTILES):
+                raise InvalidInputError(
+                    f"features {TABLE} cannot be normalised by {self.kind}; use {QUANTILES} or "
+                    f"{NONE}"
+                )
+            return (self.binned.features,)
         if self.kind == MEAN and len(shape) != 1:
             raise InvalidInputError(
                 f"normalisation {MEAN} needs one row of features for each record, as the features "
@@ -170,18 +180,6 @@ class InputFeatures:
         if self.kind == GROUP:
             build_layers([self._group_norm(shape[0])])
         return shape
-
-    def _check_table(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if self.binned is None or shape != (self.binned.width,):
-            raise InvalidInputError(
-                f"features {TABLE} and normalisation {QUANTILES} are for each other and for tables "
-                "with a schema; pass one, or choose others"
-            )
-        if self.kind not in (NONE, QUANTILES):
-            raise InvalidInputError(
-                f"features {TABLE} cannot be normalised by {self.kind}; use {QUANTILES} or {NONE}"
-            )
-        return (self.binned.features,)
 
     def _group_norm(self, channels: int) -> Mapping[str, Any]:
         return {"name": "group-norm", "groups": self.groups, "channels": channels}
@@ -255,30 +253,26 @@ def compute_inputs(
             stream = streams.at(SETUP)[FEATURES]
             statistics = draw[asked.kind](asked, train.inputs, stream, persons)
         else:
-            statistics = _checked(released, asked)
+            if set(released) != asked.released:
+                raise CheckpointError(
+                    "the checkpoint holds no private statistics of features, so this run was not "
+                    f"started with normalisation {asked.kind}; resume it with the settings that it "
+                    "was started with"
+                )
+            statistics = released
     norm = _normalisation(asked, next(iter(train.record_shape), 0), statistics)
     layers = build_layers(descriptions)
     if norm is not None:
         layer, description = norm
-        train = _apply(layer, train, device)
-        test = None if test is None else _apply(layer, test, device)
+
+        def normalised(examples: Examples) -> Examples:
+            inputs = apply_layers(nn.Sequential(layer), examples.inputs, device=device)
+            return Examples(inputs, examples.targets)
+
+        train, test = normalised(train), None if test is None else normalised(test)
         layers.append(layer)
         descriptions.append(description)
     return Inputs(train, test, layers, tuple(descriptions), statistics)
-
-
-def _apply(layer: nn.Module, examples: Examples, device: torch.device) -> Examples:
-    inputs = apply_layers(nn.Sequential(layer), examples.inputs, device=device)
-    return Examples(inputs, examples.targets)
-
-
-def _checked(released: Statistics, asked: InputFeatures) -> Statistics:
-    if set(released) != asked.released:
-        raise CheckpointError(
-            "the checkpoint holds no private statistics of features, so this run was not started "
-            f"with normalisation {asked.kind}; resume it with the settings that it was started with"
-        )
-    return released
 
 
 def _normalisation(

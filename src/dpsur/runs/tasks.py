@@ -8,7 +8,7 @@ Tensors and data sets of tensors need nothing of this; they go to the model as t
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,12 +134,13 @@ def build_task_session(
     task, config = task_of(config), replace(config, features=features_of(config))
     description, build = _network_of(task, config)
     records = load_records(config) if records is None else records
+    asked = InputFeatures(config.features, config.normalisation, table=task.table)
     if records.featured:
-        kind = _features(task, config).kind
-        config = replace(config, features=AS_THEY_ARE, normalisation=kind)
-    shape = _features(task, config).check(_shape(records))
-    model = _initialised(config, build)
-    with _features_named(config, shape != _shape(records)):
+        config = replace(config, features=AS_THEY_ARE, normalisation=asked.kind)
+        asked = InputFeatures(config.features, config.normalisation, table=task.table)
+    shape = asked.check(records.train.record_shape)
+    model = build()
+    with _features_named(config, shape != records.train.record_shape):
         session = build_session(
             config,
             model,
@@ -163,22 +164,19 @@ def sample_problem(config: RunConfig) -> Problem:
     task, config = task_of(config), replace(config, features=features_of(config))
     _, build = _network_of(task, config)
     records = load_records(config)
-    shape = _features(task, config).check(_shape(records))
-    model = config.method.adapt(_initialised(config, build))
+    asked = InputFeatures(config.features, config.normalisation, table=task.table)
+    shape = asked.check(records.train.record_shape)
+    model = config.method.adapt(build())
     few = records.train.part(slice(SAMPLE))
     inputs = torch.zeros_like(few.inputs)
-    if shape != _shape(records):
+    if shape != records.train.record_shape:
         inputs = torch.zeros(len(few), *shape)
     zeros = Examples(inputs, torch.zeros_like(few.targets))
     device = choose_device(config.device)
     problem = Problem(model.to(device), task.loss, zeros.to(device), bf16=config.performance.bf16)
-    with _features_named(config, shape != _shape(records)):
+    with _features_named(config, shape != records.train.record_shape):
         check_model(problem.model, zeros.part(slice(1)).to(device))
     return problem
-
-
-def _features(task: Task, config: RunConfig) -> InputFeatures:
-    return InputFeatures(config.features, config.normalisation, table=task.table)
 
 
 @contextmanager
@@ -195,31 +193,29 @@ def _features_named(config: RunConfig, computed: bool) -> Iterator[None]:
         ) from error
 
 
-def _shape(records: TaskRecords) -> tuple[int, ...]:
-    return records.train.record_shape
-
-
 def _network_of(
     task: Task, config: RunConfig
 ) -> tuple[dict[str, Any] | None, Callable[[], nn.Module]]:
-    """The description of the task's network, if it is that, and what builds the network."""
-    if config.model is not None and config.model in task.models:
-        description: dict[str, Any] | None = dict(task.models[config.model])
-    else:
-        description = None if config.model is not None else _network(task, config)
-    return description, _builder(description, config.model)
+    """The description of the task's network, if it is that, and what builds the network.
 
+    The function draws the initial weights.
+    """
+    description: dict[str, Any] | None = None
+    if config.model is None:
+        description = _network(task, config)
+    elif config.model in task.models:
+        description = dict(task.models[config.model])
+    build = _builder(description, config.model)
 
-def _initialised(config: RunConfig, build: Callable[[], nn.Module]) -> nn.Module:
-    device = choose_device(config.device)
-    with _initialisation(config, device):
-        return build()
+    def initialised() -> nn.Module:
+        device = choose_device(config.device)
+        drawn = Streams(config.seed, device).at(SETUP).global_randomness(INIT)
+        if config.seed is None and config.network_seed is not None:
+            drawn = seeded_globally(config.network_seed, device)
+        with drawn:
+            return build()
 
-
-def _initialisation(config: RunConfig, device: torch.device) -> AbstractContextManager[None]:
-    if config.seed is None and config.network_seed is not None:
-        return seeded_globally(config.network_seed, device)
-    return Streams(config.seed, device).at(SETUP).global_randomness(INIT)
+    return description, initialised
 
 
 def subset(train: Examples, fraction: float | None) -> Examples:
@@ -314,22 +310,22 @@ def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callabl
         ) from error
     if not callable(found):
         raise InvalidInputError(f"model {name} is not a function that builds a network")
-    return lambda: _built(found, name)
 
-
-def _built(function: Callable[[], Any], name: str) -> nn.Module:
-    try:
-        model = function()
-    except Exception as error:  # a custom function may raise anything
+    def built() -> nn.Module:
+        try:
+            model = found()
+        except Exception as error:  # a custom function may raise anything
+            raise InvalidInputError(
+                f"model {name} cannot be built ({type(error).__name__}: {error}); it must be a "
+                "function without arguments that returns a torch.nn.Module"
+            ) from error
+        if isinstance(model, nn.Module):
+            return model
         raise InvalidInputError(
-            f"model {name} cannot be built ({type(error).__name__}: {error}); it must be a "
-            "function without arguments that returns a torch.nn.Module"
-        ) from error
-    if isinstance(model, nn.Module):
-        return model
-    raise InvalidInputError(
-        f"model {name} must return a torch.nn.Module, it returned {type(model).__name__}"
-    )
+            f"model {name} must return a torch.nn.Module, it returned {type(model).__name__}"
+        )
+
+    return built
 
 
 # Columns of a Hugging Face data set that are read without a schema.
@@ -361,6 +357,15 @@ class Given:
             )
         return tuple(str(name) for name in self.classes)
 
+    def how_many(self) -> int:
+        """The number of classes, which must be declared."""
+        if self.names or self.count is not None:
+            return len(self.names) or int(self.count or 0)
+        raise InvalidInputError(
+            "the number of classes must be declared, since labels are private: pass classes=K or "
+            "classes=[...] with their names"
+        )
+
     @property
     def size(self) -> str | None:
         """The size of images as the command line writes it."""
@@ -377,7 +382,15 @@ def own_task(model: Any, train_set: Any, test_set: Any, given: Given) -> Task | 
     if isinstance(train_set, (str, os.PathLike)):
         return _named(str(train_set), test_set, given)
     if given.schema is not None:
-        return memory_task(_schema(given.schema), train_set, test_set, given.groups)
+        schema = given.schema
+        if isinstance(schema, (str, os.PathLike)):
+            schema = Schema.load(schema)
+        if not isinstance(schema, Schema):
+            raise InvalidInputError(
+                f"schema must be a dpsur.Schema, got {type(schema).__name__}; read one with "
+                "dpsur.Schema.load(FILE)"
+            )
+        return memory_task(schema, train_set, test_set, given.groups)
     raw = _raw(train_set)
     if raw is not None:
         return _featured(raw, None if test_set is None else _raw(test_set), given)
@@ -391,7 +404,7 @@ def own_task(model: Any, train_set: Any, test_set: Any, given: Given) -> Task | 
         )
     train = as_examples(train_set, "train_set")
     test = None if test_set is None else as_examples(test_set, "test_set")
-    return array_task(train, test, _count(given, train_set), names=given.names)
+    return array_task(train, test, given.how_many(), names=given.names)
 
 
 def task_network(task: Task, model: str, features: str | None) -> dict[str, Any]:
@@ -451,17 +464,6 @@ def _named(name: str, test_set: Any, given: Given) -> Task:
     )
 
 
-def _schema(schema: Any) -> Schema:
-    if isinstance(schema, Schema):
-        return schema
-    if isinstance(schema, (str, os.PathLike)):
-        return Schema.load(schema)
-    raise InvalidInputError(
-        f"schema must be a dpsur.Schema, got {type(schema).__name__}; read one with "
-        "dpsur.Schema.load(FILE)"
-    )
-
-
 @dataclass(frozen=True)
 class _Raw:
     """Texts or images of Pillow, and their labels. `names` are those that the data set declares."""
@@ -518,7 +520,7 @@ def _listed(labels: Any) -> list[Any]:
 
 def _featured(train: _Raw, test: _Raw | None, given: Given) -> Task:
     names = given.names or tuple(train.names or ())
-    count = len(names) or _count(given, None)
+    count = len(names) or given.how_many()
     texts, shape = train.texts, image_shape(given.size)
 
     def examples(raw: _Raw) -> Examples:
@@ -536,23 +538,17 @@ def _featured(train: _Raw, test: _Raw | None, given: Given) -> Task:
     return replace(task, public={**task.public, "inputs": inputs})
 
 
-def _count(given: Given, data: Any) -> int:
-    if given.names or given.count is not None:
-        return len(given.names) or int(given.count or 0)
-    del data
-    raise InvalidInputError(
-        "the number of classes must be declared, since labels are private: pass classes=K or "
-        "classes=[...] with their names"
-    )
-
-
 def _places(labels: Sequence[Any], names: Sequence[str], count: int) -> Tensor:
     """The numbers of classes, of labels that are numbers or names."""
     known = {name: place for place, name in enumerate(names)}
-    found = [
-        known.get(str(one), -1) if isinstance(one, str) else (one if _is_whole(one) else -1)
-        for one in labels
-    ]
+
+    def place_of(label: Any) -> int:
+        if isinstance(label, str):
+            return known.get(label, -1)
+        whole = isinstance(label, (int, np.integer)) and not isinstance(label, bool)
+        return int(label) if whole else -1
+
+    found = [place_of(label) for label in labels]
     wrong = [place for place, one in enumerate(found) if not 0 <= one < count]
     if wrong:
         remedy = "; pass classes=[...] with their names" if not names else ""
@@ -561,7 +557,3 @@ def _places(labels: Sequence[Any], names: Sequence[str], count: int) -> Tensor:
             private=f"{len(wrong)} records, the first is number {wrong[0]}: {labels[wrong[0]]!r}",
         )
     return torch.tensor(found)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

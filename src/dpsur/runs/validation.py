@@ -96,8 +96,7 @@ def check_module(model: Any) -> None:
 
 
 # Targets to try: a loss may be undefined for some of them, such as the logarithm of 0.
-_FRACTIONS = (0.5, 1.0, 0.0)
-_COUNTS = (0, 1)
+_TRIED = ((0.5, 0), (1.0, 1), (0.0, 0))
 ROWS_AT_ONCE = 4096
 
 
@@ -115,30 +114,25 @@ def check_loss(loss: LossFunction, outputs: TensorTree, targets: TensorTree) -> 
     passes that works for one of several synthetic targets.
     """
     faults: list[str | Exception] = []
-    for values in zip(_FRACTIONS, (*_COUNTS, _COUNTS[0]), strict=True):
-        target = map_tensors(partial(_filled_with, values, device_of(outputs)), targets)
+    device = device_of(outputs)
+    for values in _TRIED:
+        # bound now: a closure in a loop would see the last pair
+        def filled(one: Tensor, values: tuple[float, int] = values) -> Tensor:
+            value = values[0] if one.dtype.is_floating_point else values[1]
+            return torch.full_like(one[:1], value, device=device)
+
+        target = map_tensors(filled, targets)
         fault = _fault(loss, slice_rows(outputs, slice(1)), target)
         if fault is None:
             one = map_tensors(Tensor.detach, slice_rows(outputs, slice(1)))
             with without_memory(loss, one, target):  # of itself, with a gradient
-                _fault(loss, map_tensors(_longer, one), target)
+                longer = map_tensors(lambda x: 3 * x + 1 if x.is_floating_point() else x, one)
+                _fault(loss, longer, target)
             return
         faults.append(fault)
     if isinstance(faults[0], Exception):
         raise faults[0]
     raise InvalidInputError(faults[0])
-
-
-def _filled_with(values: tuple[float, int], device: torch.device, targets: Tensor) -> Tensor:
-    """A target of one value: a fraction or a whole number."""
-    fraction, count = values
-    value = fraction if targets.dtype.is_floating_point else count
-    return torch.full_like(targets[:1], value, device=device)
-
-
-def _leaf(values: Tensor) -> Tensor:
-    """A tensor that can have a gradient, if it is one of fractions."""
-    return values.detach().requires_grad_() if values.is_floating_point() else values
 
 
 def _computed(values: Tensor) -> Tensor:
@@ -163,10 +157,6 @@ def without_memory(loss: LossFunction, output: TensorTree, target: TensorTree) -
         )
 
 
-def _longer(values: Tensor) -> Tensor:
-    return 3 * values + 1 if values.is_floating_point() else values
-
-
 def check_targets(loss: LossFunction, outputs: TensorTree, targets: TensorTree, name: str) -> None:
     """Refuse records with a target that the loss cannot take, before one of them is drawn.
 
@@ -175,13 +165,15 @@ def check_targets(loss: LossFunction, outputs: TensorTree, targets: TensorTree, 
     if not tensors_of(targets):
         return
     device = device_of(outputs)
-    one = map_tensors(partial(_repeated, 1), outputs)
+
+    def repeated(count: int) -> TensorTree:
+        return map_tensors(lambda one: one[:1].detach().expand(count, *one.shape[1:]), outputs)
+
     for part in split_rows(targets, ROWS_AT_ONCE):
         part = map_tensors(lambda value: value.to(device), part)
-        guesses = map_tensors(partial(_repeated, row_count(part)), outputs)
         try:
-            with torch.no_grad(), without_memory(loss, one, slice_rows(part, slice(1))):
-                losses_one_by_one(loss, guesses, part)
+            with torch.no_grad(), without_memory(loss, repeated(1), slice_rows(part, slice(1))):
+                losses_one_by_one(loss, repeated(row_count(part)), part)
         except (torch.OutOfMemoryError, InvalidInputError):
             raise  # says nothing of the targets
         except Exception as error:  # a custom loss may raise anything
@@ -192,21 +184,15 @@ def check_targets(loss: LossFunction, outputs: TensorTree, targets: TensorTree, 
             ) from None  # its words may quote a target
 
 
-def _repeated(count: int, outputs: Tensor) -> Tensor:
-    return outputs[:1].detach().expand(count, *outputs.shape[1:])
-
-
-def _shape(rows: TensorTree) -> str:
-    return f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else describe_rows(rows, 1)
-
-
 def _fault(loss: LossFunction, output: TensorTree, target: TensorTree) -> str | Exception | None:
     """What is wrong with the loss of one record, or the error that custom code raised."""
-    about = (
-        f"for one record, with outputs of {_shape(output)} and targets of "
-        f"{describe_rows(target, 1)}"
+    given = describe_rows(output, 1)
+    if isinstance(output, Tensor):
+        given = f"shape {tuple(output.shape)}"
+    about = f"for one record, with outputs of {given} and targets of {describe_rows(target, 1)}"
+    leaf = map_tensors(
+        lambda x: x.detach().requires_grad_() if x.is_floating_point() else x, output
     )
-    leaf = map_tensors(_leaf, output)
     try:
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # training gives the same warnings
@@ -235,6 +221,7 @@ def _fault(loss: LossFunction, output: TensorTree, target: TensorTree) -> str | 
     return None
 
 
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -250,7 +237,7 @@ def check_tokens(model: nn.Module, examples: Examples, name: str) -> None:
     """
     inputs, place = examples.inputs, next(model.parameters()).device
     # Tables that are no modules are looked up unwatched, and a bad index breaks the CUDA context.
-    looks_up = place.type == "cpu" or _tables(model)
+    looks_up = place.type == "cpu" or any(isinstance(one, _TABLES) for one in model.modules())
     if all(value.dtype not in _WHOLE for value in tensors_of(inputs)) or not looks_up:
         return
     if _table_fault(model, map_tensors(partial(_extremes, place), inputs)) is None:
@@ -273,11 +260,6 @@ def _extremes(place: torch.device, values: Tensor) -> Tensor:
     return torch.stack([values.amin(0), values.amax(0)]).to(place)
 
 
-def _tables(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
-
-
 def _table_fault(model: nn.Module, inputs: TensorTree) -> tuple[str, str] | None:
     """Which lookup fails, and by which number, which is private."""
     with torch.no_grad(), mode(model, training=False), _watched(model):
@@ -295,8 +277,9 @@ def _table_fault(model: nn.Module, inputs: TensorTree) -> tuple[str, str] | None
 def _watched(model: nn.Module) -> Iterator[None]:
     """Have every embedding look at its numbers before it looks them up."""
 
-    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
-        table = _tables(model)[name]
+    def watch(
+        name: str, table: nn.Embedding | nn.EmbeddingBag
+    ) -> torch.utils.hooks.RemovableHandle:
         rows = table.num_embeddings
 
         def look(_: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -313,7 +296,7 @@ def _watched(model: nn.Module) -> Iterator[None]:
 
         return table.register_forward_pre_hook(look)
 
-    handles = [watch(name) for name in _tables(model)]
+    handles = [watch(name, one) for name, one in model.named_modules() if isinstance(one, _TABLES)]
     try:
         yield
     finally:
