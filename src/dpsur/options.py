@@ -104,6 +104,12 @@ class Option:
     def common(self) -> bool:
         return bool(self.field.metadata["common"])
 
+    @property
+    def plain_default(self) -> bool | int | float | str | None:
+        """The default as JSON has it; None where there is none."""
+        usual = self.field.default
+        return usual if isinstance(usual, (bool, int, float, str)) else None
+
     def value(self, owner: Any) -> Any:
         return getattr(owner if self.part is None else getattr(owner, self.part), self.name)
 

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
-from typing import TextIO
 
 from dpsur._version import __version__
 from dpsur.cli.parser import Parser
@@ -206,16 +205,7 @@ class _ShowOnce:
         self._program = program
         self._shown: set[str] = set()
 
-    def __call__(
-        self,
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        del category, filename, lineno, line
+    def __call__(self, message: Warning | str, *_: object, **__: object) -> None:
         if str(message) not in self._shown:
             self._shown.add(str(message))
-            print(f"{self._program}: warning: {message}", file=file or sys.stderr)
+            print(f"{self._program}: warning: {message}", file=sys.stderr)

@@ -188,11 +188,17 @@ def run(options: argparse.Namespace) -> int:
         found = figures(
             setup, trial, options.delta, updates=updates, trials=trials, requested="proven-pld"
         )
-    _say_why_infinite(setup, trial, options.delta, updates or trials or 1)
+    # the missing tail of the noise may spend delta alone, and then figures are infinite
+    count = updates or trials or 1
+    tail = accounting_named("proven").noise_tail(planned_charges(setup, trial, count))
+    try:
+        check_tail(tail, options.noise_multiplier, count, options.delta)
+    except BudgetError as refusal:
+        print(f"dpsur: warning: {refusal}", file=sys.stderr)
     charges = {
-        key: planned_charges(setup, trial, count)
+        key: planned_charges(setup, trial, made)
         for key in found
-        if (count := trials if key == "every_trial" else updates) is not None
+        if (made := trials if key == "every_trial" else updates) is not None
     }
     return _print_figures(found, charges, options)
 
@@ -256,16 +262,6 @@ def _block_figures(
     return found, charges
 
 
-def _say_why_infinite(setup: tuple[Event, ...], trial: Trial, delta: float, count: int) -> None:
-    """Tell of noise whose missing tail alone spends delta, so that figures are infinite."""
-    assert isinstance(trial.update, SampledGaussian)
-    tail = accounting_named("proven").noise_tail(planned_charges(setup, trial, count))
-    try:
-        check_tail(tail, trial.update.noise_multiplier, count, delta)
-    except BudgetError as refusal:
-        print(f"dpsur: warning: {refusal}", file=sys.stderr)
-
-
 CALIBRATE = """\
 Print what to use for a budget.
 
@@ -321,7 +317,13 @@ def calibrated(options: argparse.Namespace) -> int:
     budget = Budget(options.epsilon, options.delta)
     accounting = accounting_named(options.accounting)
     blocks = options.blocks is not None or options.block_updates is not None
-    if blocks or _leaves_to_auto(options):
+    # a batch size or a length that is missing is that of the preset auto
+    others = ("val_batch_size", "accept_ratio", "accept_threshold", "test_share", "trials")
+    tested = any(getattr(options, name) is not None for name in others)
+    if tested and not blocks and options.batch_size is None:
+        raise InvalidInputError("a test of candidates needs --batch-size; give it")
+    short = options.updates is None and options.noise_multiplier is None
+    if blocks or (not tested and (options.batch_size is None or short)):
         with status(f"choosing noise of updates and tests for epsilon {budget.epsilon:g}"):
             return _print(_blocks(options, budget), as_json=options.json)
     sample_rate = rate("batch_size", options.batch_size, options.dataset_size)
@@ -344,18 +346,6 @@ def calibrated(options: argparse.Namespace) -> int:
         with status(f"choosing noise or count for epsilon {budget.epsilon:g}"):
             answer = _answer(make_plan(request, budget, accounting.name))
     return _print(answer, as_json=options.json)
-
-
-def _leaves_to_auto(options: argparse.Namespace) -> bool:
-    """Whether a batch size or a length is missing that the preset auto has."""
-    others = ("val_batch_size", "accept_ratio", "accept_threshold", "test_share", "trials")
-    if any(getattr(options, name) is not None for name in others):
-        if options.batch_size is None:
-            raise InvalidInputError("a test of candidates needs --batch-size; give it")
-        return False
-    return options.batch_size is None or (
-        options.updates is None and options.noise_multiplier is None
-    )
 
 
 def _print(answer: dict[str, float | int | None], *, as_json: bool) -> int:

@@ -11,12 +11,11 @@ import platform
 import shutil
 import textwrap
 from collections.abc import Iterator
-from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dpsur.environment import cache_folder, package_version, versions
+from dpsur.environment import ABSENT, cache_folder, package_version, versions
 from dpsur.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -43,13 +42,21 @@ def set_up_methods(parser: argparse.ArgumentParser) -> None:
 
 def print_methods(options: argparse.Namespace) -> int:
     from dpsur.methods import METHODS, method_named  # torch, which the proof does not need
+    from dpsur.options import declared
 
     if options.name is not None:
         methods = {options.name: method_named(options.name)}
     else:
         methods = dict(METHODS)
     if options.json:
-        print(json.dumps({name: _as_json(method) for name, method in methods.items()}))
+        listed = {}
+        for name, method in methods.items():
+            options_of = {
+                one.flag: {"help": one.help, "default": one.plain_default, "group": one.group}
+                for one in declared(method).values()
+            }
+            listed[name] = {"summary": method.summary, "options": options_of}
+        print(json.dumps(listed))
     elif options.name is not None:
         _print_options(methods[options.name])
     else:
@@ -74,23 +81,6 @@ def _print_options(method: type["Method"]) -> None:
                 print(lead)
                 lead = " " * 26
             print(f"\n{'':<26}".join([lead + lines[0], *lines[1:]]))
-
-
-def _as_json(method: type["Method"]) -> dict[str, Any]:
-    from dpsur.options import declared
-
-    return {
-        "summary": method.summary,
-        "options": {
-            one.flag: {"help": one.help, "default": _plain(one.field.default), "group": one.group}
-            for one in declared(method).values()
-        },
-    }
-
-
-def _plain(value: Any) -> Any:
-    """A default as JSON has it; None where there is none."""
-    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def set_up_tasks(parser: argparse.ArgumentParser) -> None:
@@ -159,11 +149,11 @@ def set_up_doctor(parser: argparse.ArgumentParser) -> None:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Print what was found; status 1 where something is needed that is missing."""
-    if options.json:
-        found = diagnose()
-        print(json.dumps(found))
-        return 1 if found["problems"] else 0
     problems: list[str] = []
+    if options.json:
+        found = {heading.split()[0]: values for heading, values in _sections(problems)}
+        print(json.dumps({**found, "problems": problems}))
+        return 1 if problems else 0
     for heading, values in _sections(problems):
         print(f"{heading}:")
         for name, value in values.items():
@@ -172,12 +162,6 @@ def run_doctor(options: argparse.Namespace) -> int:
     for problem in problems:
         print(f"  {problem}")
     return 1 if problems else 0
-
-
-def diagnose() -> dict[str, Any]:
-    problems: list[str] = []
-    found = {heading.split()[0]: values for heading, values in _sections(problems)}
-    return {**found, "problems": problems}
 
 
 def _sections(problems: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -190,7 +174,8 @@ def _sections(problems: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
         if importlib.util.find_spec(name) is None:
             optional[name] = f"missing ({purpose}): {command}"
         else:
-            optional[name] = _version(name)
+            version = package_version("scikit-learn" if name == "sklearn" else name)
+            optional[name] = "installed" if version == ABSENT else version
     yield "optional packages", optional
     yield "devices", _devices()
 
@@ -220,13 +205,6 @@ def _existing(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version("scikit-learn" if name == "sklearn" else name)
-    except metadata.PackageNotFoundError:
-        return "installed"
 
 
 COMPLETION = """\

@@ -41,12 +41,10 @@ class Parser(argparse.ArgumentParser):
     def show_in_full_help(self, action: argparse.Action) -> None:
         """Leave an option out of `--help`; `--help-all` shows it."""
         if not self._rare:
-            self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
+            text = "show all options and exit"
+            hidden = argparse.SUPPRESS
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, dest=hidden, help=text)
         self._rare.append(action)
-
-    def print_full_help(self) -> None:
-        self._whole = True
-        self.print_help()
 
     def format_help(self) -> str:
         """The help; without `--help-all` it has the common options alone."""
@@ -111,14 +109,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpAll(argparse.Action):
-    """`--help-all`."""
-
-    def __init__(self, option_strings: list[str], dest: str, help: str) -> None:
-        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
-        del dest
-
     def __call__(self, parser: Any, *_: Any) -> None:
-        parser.print_full_help()
+        parser._whole = True
+        parser.print_help()
         parser.exit()
 
 

@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
             data_dir=options.data_dir,
             private=options.private,
             device=choose_device(options.device),
-            notes=_notes(options),
+            notes=Notes(**{name: getattr(options, name) for name in NOTES}),
         )
     if options.json:
         print(json.dumps({"report": str(out), "private": options.private}))
@@ -111,10 +111,6 @@ def write_report(folder: Path, out: Path, notes: Notes = NO_NOTES, **given: Any)
         contents = read_report(folder, notes=notes, **given)
     text = render_report(contents)
     write_atomically(out, text.encode("utf-8"), mode=0o600 if contents.private else 0o644)
-
-
-def _notes(options: argparse.Namespace) -> Notes:
-    return Notes(**{name: getattr(options, name) for name in NOTES})
 
 
 PLOT = """\

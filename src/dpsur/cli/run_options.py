@@ -111,17 +111,13 @@ def _owners() -> dict[str, list[str]]:
     return owners
 
 
-def _field(owner: str, name: str) -> Field[Any]:
-    return declared(METHODS[owner])[name].field
-
-
 def _method_help(owners: list[str], name: str) -> str:
     """What the option means, its default, and which methods have it or mean something else."""
-    usual = _field(owners[0], name)
+    usual = declared(METHODS[owners[0]])[name].field
     text: str = usual.metadata["help"]
     shown = text + default_of(usual)
     for owner in owners[1:]:
-        own = _field(owner, name)
+        own = declared(METHODS[owner])[name].field
         if own.metadata["help"] != text:
             shown += f"; {owner}: {own.metadata['help']}{default_of(own)}"
         elif own.default != usual.default and own.default is not None and "(default:" not in text:
@@ -229,36 +225,30 @@ def config_in(folder: RunFolder) -> RunConfig:
     try:
         return RunConfig.from_json(json.loads(folder.config.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
-        raise InvalidInputError(_nothing_to_resume(folder)) from None
-    except InvalidInputError as error:
-        raise CheckpointError(_damaged(folder, str(error))) from error
-    except (ValueError, RecursionError):
-        raise CheckpointError(_damaged(folder, "it is not JSON")) from None
+        why = (
+            f"{folder.root} holds no run to resume ({folder.config} is missing); start one with: "
+            f"{command_in(folder.root, '--out')}"
+        )
+        if folder.checkpoint.exists():
+            why = (
+                f"the run in {folder.root} was started from Python, or {folder.config} was "
+                f"removed; resume it with {folder.how_to_resume()}"
+            )
+        raise InvalidInputError(why) from None
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, InvalidInputError) else "it is not JSON"
+        again = "start a new run in another folder"
+        if folder.unstarted:
+            again = f"start the run again with: {command_in(folder.root, '--out')}"
+        raise CheckpointError(
+            f"{folder.config} is damaged ({reason}); restore the file, or {again}"
+        ) from error
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     names = (n for n, found in declared(RunConfig).items() if found.field.metadata["command_line"])
     found = {name: getattr(options, name, None) for name in names}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _nothing_to_resume(folder: RunFolder) -> str:
-    if folder.checkpoint.exists():
-        return (
-            f"the run in {folder.root} was started from Python, or {folder.config} was removed; "
-            f"resume it with {folder.how_to_resume()}"
-        )
-    return (
-        f"{folder.root} holds no run to resume ({folder.config} is missing); start one with: "
-        f"{command_in(folder.root, '--out')}"
-    )
-
-
-def _damaged(folder: RunFolder, reason: str) -> str:
-    again = "start a new run in another folder"
-    if folder.unstarted:
-        again = f"start the run again with: {command_in(folder.root, '--out')}"
-    return f"{folder.config} is damaged ({reason}); restore the file, or {again}"
 
 
 class UnnamedFolder(RunFolder):
@@ -278,18 +268,13 @@ class UnnamedFolder(RunFolder):
         """Make the folder, under the next name if another run has taken this one meanwhile."""
         with suppress(OSError):  # `RunFolder.create` reports what is wrong
             Path(RUNS).mkdir(exist_ok=True)
-            while not (self._ours or _made(self.root)):
-                super().__init__(self._free())
-            self._ours = True
+            while not self._ours:
+                try:
+                    self.root.mkdir()
+                    self._ours = True
+                except FileExistsError:
+                    super().__init__(self._free())
         super().create()
-
-
-def _made(folder: Path) -> bool:
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        return False
-    return True
 
 
 ALL_GROUPS = (DATA, MODEL, PRIVACY, RUN, PERFORMANCE)

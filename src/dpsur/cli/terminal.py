@@ -8,16 +8,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 from dpsur.environment import cache_folder
 from dpsur.errors import FileError, InvalidInputError, cause_of
 from dpsur.runs.files import PRIVATE
-
-if TYPE_CHECKING:
-    from dpsur.mechanism.state import Verdict
-    from dpsur.mechanism.trial import Progress
-    from dpsur.privacy.plan import Plan
 
 
 @contextmanager
@@ -27,7 +22,13 @@ def standard_streams() -> Iterator[None]:
     Standard error shows progress and warnings only, so there it is dropped in any case.
     """
     before = sys.stdout, sys.stderr
-    _fill_closed_descriptors()
+    for number in range(3):
+        # open what was closed (`2>&-`), or the next file takes the number and gets what is printed
+        try:
+            os.fstat(number)
+        except OSError:
+            with suppress(OSError):
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     with _Stream(before[0], "standard output") as out, _Stream(before[1]) as err:
         sys.stdout, sys.stderr = cast("TextIO", out), cast("TextIO", err)
         try:
@@ -35,16 +36,6 @@ def standard_streams() -> Iterator[None]:
             out.flush()
         finally:
             sys.stdout, sys.stderr = before
-
-
-def _fill_closed_descriptors() -> None:
-    """Open closed ones (`2>&-`), or the next file takes the number and gets what is printed."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            with suppress(OSError):
-                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 class _Nowhere(io.StringIO):
@@ -84,17 +75,14 @@ class _Stream:
             self._failed(error)
 
     def _failed(self, error: OSError | ValueError) -> None:
-        self._discard()
-        gone = isinstance(error, (BrokenPipeError, ValueError))  # ValueError: closed in the process
-        if self._name is not None and isinstance(error, OSError) and not gone:
-            raise FileError(f"{self._name} cannot be written ({cause_of(error)})") from error
-
-    def _discard(self) -> None:
-        """Send the rest to nowhere, also what the interpreter flushes at its end."""
+        # the rest goes to nowhere, also what the interpreter flushes at its end
         with suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
+        gone = isinstance(error, (BrokenPipeError, ValueError))  # ValueError: closed in the process
+        if self._name is not None and isinstance(error, OSError) and not gone:
+            raise FileError(f"{self._name} cannot be written ({cause_of(error)})") from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -112,17 +100,16 @@ def interrupts_exit_at_once() -> Iterator[None]:
     if not ours or before is not signal.default_int_handler:  # ignored, or someone else's
         yield
         return
-    signal.signal(signal.SIGINT, _exit_at_once)
+
+    def exit_at_once(*_: object) -> NoReturn:
+        _say("dpsur: stopped")
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, exit_at_once)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _exit_at_once(number: int, frame: object) -> NoReturn:
-    del number, frame
-    _say("dpsur: stopped")
-    os._exit(130)
 
 
 def _say(text: str) -> None:
@@ -140,19 +127,17 @@ class Stop:
         self.asked = False
         self._training = False
 
-    def started(self, plan: "Plan", progress: "Progress") -> None:
+    def started(self, *_: object) -> None:
         """There is a checkpoint now, and a trial to be finished."""
-        del plan, progress
         self._training = True
 
-    def trials(self, progress: "Progress", verdicts: "Sequence[Verdict]") -> None:
-        """Nothing to do."""
+    def trials(self, *_: object) -> None:
+        pass
 
-    def evaluated(self, progress: "Progress", scores: dict[str, float], epsilon: float) -> None:
-        """Nothing to do."""
+    def evaluated(self, *_: object) -> None:
+        pass
 
-    def on_signal(self, number: int, frame: Any) -> None:
-        del number, frame
+    def on_signal(self, *_: object) -> None:
         again, self.asked = self.asked, True
         if again or not self._training:
             raise KeyboardInterrupt
@@ -182,7 +167,14 @@ def logged_privately(error: InvalidInputError, arguments: Sequence[str]) -> str:
     """
     if error.private is None:
         return ""
-    path = _folder(arguments) / LOG
+    folder = cache_folder() / PRIVATE
+    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, given = option.partition("=")
+        private = Path(given or value) / PRIVATE
+        if name == "--resume" and private.is_dir():
+            folder = private
+            break
+    path = folder / LOG
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -190,12 +182,3 @@ def logged_privately(error: InvalidInputError, arguments: Sequence[str]) -> str:
             file.write(f"{error}\n  {error.private}\n")
         return f" (the values are private: see {path})"
     return ""
-
-
-def _folder(arguments: Sequence[str]) -> Path:
-    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, _, given = option.partition("=")
-        private = Path(given or value) / PRIVATE
-        if name == "--resume" and private.is_dir():
-            return private
-    return cache_folder() / PRIVATE

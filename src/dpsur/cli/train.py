@@ -220,37 +220,27 @@ def _explain(config: RunConfig) -> None:
 
 def _announce(session: Session) -> None:
     """Say what is charged before training, and how candidates are tested. All of it is public."""
-    for line in (*_setup_lines(session), *_test_lines(session)):
+    plan, test, lines = session.plan, session.plan.typical.gate, []
+    if plan.setup:
+        spent = format_epsilon(plan.spent(Ledger(setup=plan.setup)))
+        lines.append(f"private statistics of the features are charged first: epsilon {spent} alone")
+    if test is not None:
+        size = round(test.sample_rate * session.problem.size)
+        margin = ""
+        if isinstance(test, LossTest):
+            margin = f" by C_v = {getattr(session.method, 'loss_clip', math.nan):g} or more"
+        lines.append(
+            f"every candidate is tested on about {size} fresh records: one that is better{margin} "
+            f"passes with probability {test.accept_max:.2f}, a worse one with {test.accept_min:.2f}"
+        )
+        lines.append(
+            "every trial is charged, so how many are rejected is public"
+            if not plan.charges_accepted
+            else f"the run may take up to {plan.trials} trials; how many are rejected stays "
+            "private (--show-private shows it to you alone)"
+        )
+    for line in lines:
         print(f"dpsur: {line}", file=sys.stderr)
-
-
-def _setup_lines(session: Session) -> list[str]:
-    plan = session.plan
-    if not plan.setup:
-        return []
-    spent = format_epsilon(plan.spent(Ledger(setup=plan.setup)))
-    return [f"private statistics of the features are charged first: epsilon {spent} alone"]
-
-
-def _test_lines(session: Session) -> list[str]:
-    plan, test = session.plan, session.plan.typical.gate
-    if test is None:
-        return []
-    size = round(test.sample_rate * session.problem.size)
-    margin = ""
-    if isinstance(test, LossTest):
-        margin = f" by C_v = {getattr(session.method, 'loss_clip', math.nan):g} or more"
-    lines = [
-        f"every candidate is tested on about {size} fresh records: one that is better{margin} "
-        f"passes with probability {test.accept_max:.2f}, a worse one with {test.accept_min:.2f}"
-    ]
-    if not plan.charges_accepted:
-        return [*lines, "every trial is charged, so how many are rejected is public"]
-    return [
-        *lines,
-        f"the run may take up to {plan.trials} trials; how many are rejected stays private "
-        "(--show-private shows it to you alone)",
-    ]
 
 
 def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:

@@ -237,6 +237,7 @@ def fit(
             warnings.warn(text, UserWarning, stacklevel=_caller())
     loss = F.cross_entropy if loss is None else loss
     grouped = _groups(groups, records_per_person, train_set, task)
+    units = records or (_count(train_set) if grouped is None else grouped.count)
     unit = RECORD if grouped is None or sampling == RECORD else PERSON
     held = None
     if holdout is not None:
@@ -251,7 +252,7 @@ def fit(
         if model == AUTO:
             features = asked or task.auto_features
         if model == AUTO and method is None:
-            task = replace(task, records=records or _units(train_set, grouped))
+            task = replace(task, records=units)
             values = {"device": str(device), "max_updates": max_updates, "unit": unit}
             facts = data_facts(task, {**values, "features": asked, "budget": budget})
             method, preset, reasons = choose_method(
@@ -268,12 +269,16 @@ def fit(
         model = build_network(network)
     assert not isinstance(model, str)
     if method is None:
+        # all that is trained is one linear layer, without a bias, of zeros
+        weights = list(model.parameters()) if isinstance(model, nn.Module) else []
+        layers = [one for one in model.modules() if isinstance(one, nn.Linear)] if weights else []
+        linear = len(weights) == len(layers) == 1 and not weights[0].any()
         facts = DataFacts(
-            records=records or _units(train_set, grouped),
+            records=units,
             shape=None,
             classes=None,
             gpu=uses_gpu(str(device)),
-            own_model=not _is_linear(model),
+            own_model=not linear,
             features=features,
             short=max_updates is not None,
             target=None if task is None else task.target,
@@ -409,10 +414,6 @@ def _pairs(train_set: Any) -> Iterable[tuple[Any, ...]]:
     return (train_set[row] for row in range(len(train_set)))
 
 
-def _units(train_set: Any, groups: Groups | None) -> int | None:
-    return _count(train_set) if groups is None else groups.count
-
-
 def _count(train_set: Any) -> int | None:
     """The number of records, if it is known before they are read."""
     if isinstance(train_set, (tuple, list)) and len(train_set) == 2:
@@ -425,7 +426,7 @@ def _count(train_set: Any) -> int | None:
         return None
 
 
-def _pair_of_tensors(train_set: Any, name: str = "holdout") -> Examples:
+def _pair_of_tensors(train_set: Any) -> Examples:
     """Records that can be split by their values."""
     if isinstance(train_set, Examples):
         return train_set
@@ -435,15 +436,8 @@ def _pair_of_tensors(train_set: Any, name: str = "holdout") -> Examples:
         except (TypeError, ValueError, RuntimeError):
             pass
     raise InvalidInputError(
-        f"{name} needs a table with a schema, or train_set as a pair of tensors; leave it out"
+        "holdout needs a table with a schema, or train_set as a pair of tensors; leave it out"
     )
-
-
-def _is_linear(model: Any) -> bool:
-    """Whether all that a model trains is one linear layer, without a bias, of zeros."""
-    weights = list(model.parameters()) if isinstance(model, nn.Module) else []
-    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)] if weights else []
-    return len(weights) == len(layers) == 1 and not weights[0].any()
 
 
 def execute(

@@ -21,7 +21,7 @@ trial leaves the state as it was, and is in no hash: neither it nor its number.
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from random import SystemRandom
@@ -54,8 +54,6 @@ MADE_AGAIN = (
     *("accepted_updates", "hide_rejections", "replay"),
 )
 FIGURES = ("metrics", "holdout", "test")  # the same where bits are
-Choose = Callable[[Sequence[int], int], list[int]]
-AT_RANDOM: Final[Choose] = SystemRandom().sample
 
 
 def commitments(session: Session, folder: RunFolder, last: Progress) -> dict[str, str]:
@@ -121,10 +119,6 @@ class _Kept:
         saved = load_checkpoint(self.folder.checkpoint, None)
         return Progress(unflatten(self._initial.state, saved.under(STATE)), saved.ledger)
 
-    def is_first(self, progress: Progress, exact: bool) -> bool:
-        here = flatten(self._initial.state)
-        return not progress.ledger.steps and _alike(flatten(progress.state), here, exact)
-
 
 def _commitments(kept: _Kept, last: Progress) -> tuple[dict[str, str], list[int]]:
     """The commitments, and how many steps had been made at each kept state."""
@@ -134,7 +128,7 @@ def _commitments(kept: _Kept, last: Progress) -> tuple[dict[str, str], list[int]
         leaf = digest_of(flatten(progress.state), _salt(key, "state", number))
         chain = sha256((chain + leaf).encode())
         steps.append(progress.ledger.steps)
-    if _digest(progress) != _digest(last):
+    if digest_of(flatten(progress.state)) != digest_of(flatten(last.state)):
         raise CheckpointError(
             f"{kept.folder.update(number)} is not the state that the run ended in; restore the file"
         )
@@ -150,10 +144,6 @@ def _commitments(kept: _Kept, last: Progress) -> tuple[dict[str, str], list[int]
 def _salt(key: Key, *words: object) -> str:
     text = " ".join(["replay", *map(str, words)]).encode()
     return hashlib.blake2b(text, key=key.content, digest_size=32).hexdigest()
-
-
-def _digest(progress: Progress) -> str:
-    return digest_of(flatten(progress.state))
 
 
 def _record_leaves(session: Session, key: Key) -> Iterator[str]:
@@ -190,7 +180,6 @@ def replay(
     folder: RunFolder,
     origin: Origin,
     count: int,
-    choose: Choose = AT_RANDOM,
 ) -> Replayed:
     """Hold a finished run against its release: its ends, and this many steps chosen at random.
 
@@ -214,16 +203,20 @@ def replay(
         if not _alike(load_file(folder.release / WEIGHTS), run.model.state_dict(), exact):
             faults.append(f"{WEIGHTS} holds other weights than those after the last step")
         (first,) = kept.read([0])
-        if not kept.is_first(first, exact):
+        begun = flatten(start(session.procedure).state)
+        if first.ledger.steps or not _alike(flatten(first.state), begun, exact):
             faults.append("the state before the first step is not that of the untrained network")
         if steps != sorted(set(steps)):
             faults.append("two steps were made with the same random numbers")
         numbers = range(1, len(steps))
-        chosen = sorted(choose(numbers, min(count, len(numbers))))
+        chosen = sorted(SystemRandom().sample(numbers, min(count, len(numbers))))
         distances = {number: _distance(kept, number) for number in chosen}
     for number, distance in distances.items():
-        if distance > (0 if exact else ELSEWHERE):
-            faults.append(f"step {number} {_in_words(distance)}")
+        if math.isinf(distance):
+            faults.append(f"step {number} cannot be recomputed from the state before it")
+        elif distance > (0 if exact else ELSEWHERE):
+            shown = f"{distance:.2g} clip norms"
+            faults.append(f"step {number} is {shown} from what the records and the key give")
     seconds = time.perf_counter() - began
     return Replayed(run, faults, distances, len(numbers), exact, seconds)
 
@@ -233,12 +226,6 @@ def _alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor], exact: bool) 
     if exact or one.keys() != other.keys():
         return digest_of(one) == digest_of(other)
     return all(torch.allclose(one[name].double(), other[name].double(), 1e-4, 1e-6) for name in one)
-
-
-def _in_words(distance: float) -> str:
-    if math.isinf(distance):
-        return "cannot be recomputed from the state before it"
-    return f"is {distance:.2g} clip norms from what the records and the key give"
 
 
 def _distance(kept: _Kept, number: int) -> float:
@@ -267,12 +254,10 @@ def _distance(kept: _Kept, number: int) -> float:
     update = session.plan.typical.update
     noise = update.noise_multiplier if isinstance(update, SampledGaussian) else 0.0
     weights = sum(value.numel() for value in before.state.params.values())
-    share = max(_share(begun, wanted, found, group) for group in {_group(name) for name in found})
+    share = max(
+        _share(begun, wanted, found, group) for group in {n.rpartition("/")[0] for n in found}
+    )
     return max(share * max(1.0, noise * math.sqrt(weights)), math.ulp(0.0))  # other bits are not 0
-
-
-def _group(name: str) -> str:
-    return name.rpartition("/")[0]
 
 
 def _share(
@@ -282,7 +267,7 @@ def _share(
     group: str,
 ) -> float:
     """The part of a step that differs, of the tensors of one group."""
-    names = [name for name in found if _group(name) == group]
+    names = [name for name in found if name.rpartition("/")[0] == group]
 
     def norm(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
         squares = [(one[name].double() - other[name].double()).square().sum() for name in names]
