@@ -52,51 +52,33 @@ if TYPE_CHECKING:
     from dpsur.runs.verification import verify
     from dpsur.tasks.schema import Category, Number, Schema, Text
 
+# module -> the names that it is asked for
 _HOMES = {
-    "BatchMemoryManager": "dpsur.engine.loader",
-    "BlockGate": "dpsur.mechanism.gates",
-    "Budget": "dpsur.privacy.budget",
-    "calibrate": "dpsur.privacy.calibrate",
-    "Category": "dpsur.tasks.schema",
-    "check": "dpsur.per_example.check_and_fix",
-    "clipped_sum": "dpsur.per_example.api",
-    "CoinGate": "dpsur.mechanism.gates",
-    "CoinTest": "dpsur.privacy.events",
-    "Dpsgd": "dpsur.methods",
-    "DpsgdHf": "dpsur.methods",
-    "Dpsur": "dpsur.methods",
-    "EngineReport": "dpsur.per_example",
-    "explain": "dpsur.per_example",
-    "fit": "dpsur.runs.fit",
-    "fix": "dpsur.per_example.check_and_fix",
-    "from_opacus": "dpsur.opacus.checkpoint",
-    "Gaussian": "dpsur.privacy.events",
-    "learn_schema": "dpsur.runs.schema_learning",
-    "load": "dpsur.runs.predictor",
-    "LossGate": "dpsur.mechanism.gates",
-    "LossTest": "dpsur.privacy.events",
-    "Metrics": "dpsur.mechanism.gates",
-    "model_loss": "dpsur.functional.model_loss",
-    "Nonprivate": "dpsur.methods",
-    "Number": "dpsur.tasks.schema",
-    "Observer": "dpsur.runs.session",
-    "Intervals": "dpsur.config",
-    "per_example_gradients": "dpsur.per_example.api",
-    "Predictor": "dpsur.runs.predictor",
-    "PrivacyEngine": "dpsur.engine.privacy_engine",
-    "Account": "dpsur.privacy.account",
-    "ProgressBar": "dpsur.runs.observers",
-    "Run": "dpsur.runs.result",
-    "SampledGaussian": "dpsur.privacy.events",
-    "Schema": "dpsur.tasks.schema",
-    "selective_epsilon": "dpsur.privacy.calibrate",
-    "Performance": "dpsur.config",
-    "Statement": "dpsur.privacy.statement",
-    "Text": "dpsur.tasks.schema",
-    "Tracker": "dpsur.runs.observers",
-    "Trial": "dpsur.privacy.events",
-    "verify": "dpsur.runs.verification",
+    "config": "Intervals Performance",
+    "engine.loader": "BatchMemoryManager",
+    "engine.privacy_engine": "PrivacyEngine",
+    "functional.model_loss": "model_loss",
+    "mechanism.gates": "BlockGate CoinGate LossGate Metrics",
+    "methods": "Dpsgd DpsgdHf Dpsur Nonprivate",
+    "opacus.checkpoint": "from_opacus",
+    "per_example": "EngineReport explain",
+    "per_example.api": "clipped_sum per_example_gradients",
+    "per_example.check_and_fix": "check fix",
+    "privacy.account": "Account",
+    "privacy.budget": "Budget",
+    "privacy.calibrate": "calibrate selective_epsilon",
+    "privacy.events": "CoinTest Gaussian LossTest SampledGaussian Trial",
+    "privacy.statement": "Statement",
+    "runs.fit": "fit",
+    "runs.observers": "ProgressBar Tracker",
+    "runs.predictor": "Predictor load",
+    "runs.result": "Run",
+    "runs.schema_learning": "learn_schema",
+    "runs.session": "Observer",
+    "runs.verification": "verify",
+    "tasks.schema": "Category Number Schema Text",
 }
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 # Packages that are imported when they are first named.
 _PACKAGES = (
     *("attacks", "audits", "cli", "engine", "features", "functional", "integrations"),
@@ -166,9 +148,9 @@ __all__ = [
 def __getattr__(name: str) -> "Any":
     if name in _PACKAGES:
         return import_module(f"dpsur.{name}")
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'dpsur' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"dpsur.{_HOME_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -216,11 +216,12 @@ def _read_data_set(
         raise InvalidInputError(f"{name} is empty; there must be at least one record")
     convert = partial(_record, name=name, fraction=fraction)
     with generators_restored():
-        size = count * record_bytes(convert(data[0]))
+        size = count * sum(value.nbytes for value in tensors_of(convert(data[0])))
     if workers is None and size <= (HELD_BYTES if held_bytes is None else held_bytes):
         return _stack(data, name, fraction)
     _check_steady(data, {row: convert(data[row]) for row in _some_rows(count)}, name, fraction)
-    workers = usual_workers() if workers is None else workers
+    if workers is None:
+        workers = min(MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) - 1))
     return stream(DataSetReader(data, convert, workers), count)
 
 
@@ -304,7 +305,10 @@ def generators_restored() -> Iterator[None]:
 def check_values(examples: Examples, name: str) -> None:
     every = flatten({"inputs": examples.inputs, "targets": examples.targets})
     for part, values in every.items():
-        if values.dtype.is_floating_point and not _all_finite(values):
+        if not values.dtype.is_floating_point or not values.numel():
+            continue
+        # by the ends, which are found forty times as fast as all that is not finite
+        if not bool(torch.stack(torch.aminmax(values)).isfinite().all()):
             bad = (~values.isfinite()).reshape(len(values), -1).any(1).nonzero().flatten()
             raise InvalidInputError(
                 f"the {part} of {name} hold NaN or infinity; clean or impute them first",
@@ -313,39 +317,29 @@ def check_values(examples: Examples, name: str) -> None:
             )
 
 
-def _all_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite: by the ends, which are found forty times as fast."""
-    return not values.numel() or bool(torch.stack(torch.aminmax(values)).isfinite().all())
-
-
 def check_alike(test: Examples, train: Examples) -> None:
     """Refuse test records of another shape or type than those that are trained on."""
     for part in ("inputs", "targets"):
         found, wanted = getattr(test, part), getattr(train, part)
-        if not isinstance(found, Tensor) or not isinstance(wanted, Tensor):
-            if _kinds(found, part) != _kinds(wanted, part):
-                raise InvalidInputError(
-                    f"the {part} of test_set have the {describe_rows(found)}, those of train_set "
-                    f"the {describe_rows(wanted)}; prepare both in the same way"
-                )
+        kinds = [  # of targets only whether they are whole numbers: indices come in several sizes
+            {
+                path: (one.shape[1:], one.is_floating_point() if part == "targets" else one.dtype)
+                for path, one in flatten(rows).items()
+            }
+            for rows in (found, wanted)
+        ]
+        if kinds[0] == kinds[1]:
             continue
-        same_type = found.dtype == wanted.dtype
-        if part == "targets":  # class indices come in several sizes
-            same_type = found.dtype.is_floating_point == wanted.dtype.is_floating_point
-        if found.shape[1:] != wanted.shape[1:] or not same_type:
+        if not isinstance(found, Tensor) or not isinstance(wanted, Tensor):
             raise InvalidInputError(
-                f"the {part} of a record of test_set have the shape {tuple(found.shape[1:])} and "
-                f"type {found.dtype}, those of train_set {tuple(wanted.shape[1:])} and "
-                f"{wanted.dtype}; prepare both in the same way"
+                f"the {part} of test_set have the {describe_rows(found)}, those of train_set the "
+                f"{describe_rows(wanted)}; prepare both in the same way"
             )
-
-
-def _kinds(rows: TensorTree, part: str) -> dict[str, Any]:
-    """Shapes and types by path; of targets only whether they are whole numbers."""
-    return {
-        path: (value.shape[1:], value.dtype.is_floating_point if part == "targets" else value.dtype)
-        for path, value in flatten(rows).items()
-    }
+        raise InvalidInputError(
+            f"the {part} of a record of test_set have the shape {tuple(found.shape[1:])} and type "
+            f"{found.dtype}, those of train_set {tuple(wanted.shape[1:])} and {wanted.dtype}; "
+            "prepare both in the same way"
+        )
 
 
 def is_classification(loss: LossFunction) -> bool:
@@ -558,11 +552,6 @@ def stack_records(rows: Sequence[TensorTree]) -> TensorTree:
     return map_tensors(lambda *each: torch.stack(each), *rows)
 
 
-def usual_workers() -> int:
-    """How many processes read a data set that is too large to be held."""
-    return min(MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) - 1))
-
-
 def rows_at_once(examples: Examples) -> int:
     """How many records are looked at together where all of them are."""
     return max(1, _BYTES_AT_ONCE // max(1, examples.nbytes // max(1, len(examples))))
@@ -588,7 +577,3 @@ def identifying(examples: Examples) -> dict[str, TensorTree]:
         "targets": some.targets,
         "count": torch.tensor([len(examples)]),
     }
-
-
-def record_bytes(record: tuple[TensorTree, TensorTree]) -> int:
-    return sum(value.nbytes for value in tensors_of(record))
