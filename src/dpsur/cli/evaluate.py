@@ -10,7 +10,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,12 @@ class _Tested:
 def _test(folder: str, options: argparse.Namespace) -> _Tested:
     device = choose_device(options.device)
     model, statement, origin = read_release(folder)
-    _check_statement(folder, statement)
+    faults, _ = statement_faults(statement)
+    if faults:  # a guarantee that does not follow from its own parameters is not printed
+        raise CheckpointError(
+            f"the privacy statement in {folder} does not follow from its own parameters "
+            f"({faults[0]}); see: dpsur verify {shlex.quote(folder)}"
+        )
     name = options.task or origin.task
     if name is None or (options.task is None and name not in TASKS):
         raise InvalidInputError(
@@ -129,12 +134,17 @@ _SAME = ("batch_size", "updates", "learning_rate", "schedule", "max_grad_norm", 
 def _comparison(tested: Sequence[_Tested]) -> list[str]:
     """A table of releases, and what the test of candidates did where one run is without it."""
     head = ["run", "method", "test score", "epsilon (paper)", "epsilon (proven)", "updates"]
-    rows = [head, *(_columns(each) for each in tested)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    rows = [head]
+    for each in tested:
+        statement, (name, figure) = each.statement, shown_scores(each.scores)[0]
+        gate = statement["settings"].get("gate") or "none"
+        method = statement["method"] + ("" if gate == "none" else f", gate {gate}")
+        guarantee, figures = statement["guarantee"], statement["epsilon"]
+        proven = guarantee["epsilon"] if guarantee["proved"] else figures["proven"]
+        epsilons = ("-" if e is None else format_epsilon(e) for e in (figures["published"], proven))
+        updates = str(statement["accepted_updates"])
+        rows.append([Path(each.folder).name, method, f"{name} {figure}", *epsilons, updates])
+    lines = _aligned(rows)
     selective = next((each for each in tested if _is_selective(each.statement)), None)
     plain = next((each for each in tested if selective and _is_counterpart(each, selective)), None)
     if selective is None or plain is None:
@@ -149,19 +159,6 @@ def _comparison(tested: Sequence[_Tested]) -> list[str]:
     ]
 
 
-def _columns(tested: _Tested) -> list[str]:
-    statement, (name, figure) = tested.statement, shown_scores(tested.scores)[0]
-    gate = statement["settings"].get("gate") or "none"
-    method = statement["method"] + ("" if gate == "none" else f", gate {gate}")
-    guarantee, figures = statement["guarantee"], statement["epsilon"]
-    proven = guarantee["epsilon"] if guarantee["proved"] else figures["proven"]
-    epsilons = [
-        "-" if value is None else format_epsilon(value) for value in (figures["published"], proven)
-    ]
-    updates = str(statement["accepted_updates"])
-    return [Path(tested.folder).name, method, f"{name} {figure}", *epsilons, updates]
-
-
 def _is_counterpart(plain: _Tested, selective: _Tested) -> bool:
     """Whether a run differs from a selective one by the test of candidates alone."""
     one, other = plain.statement, selective.statement
@@ -172,15 +169,6 @@ def _is_counterpart(plain: _Tested, selective: _Tested) -> bool:
         and plain.task == selective.task
         and "accuracy" in plain.scores
     )
-
-
-def _check_statement(folder: str, statement: dict[str, Any]) -> None:
-    faults, _ = statement_faults(statement)
-    if faults:
-        raise CheckpointError(
-            f"the privacy statement in {folder} does not follow from its own parameters "
-            f"({faults[0]}); see: dpsur verify {shlex.quote(folder)}"
-        )
 
 
 def _is_selective(statement: Mapping[str, Any]) -> bool:
@@ -247,11 +235,16 @@ def run_compare(options: argparse.Namespace) -> int:
             continue  # a setting that all of them share
         rows.append([name, *values])
     heads = ["", *(Path(folder).name or folder for folder in found)]
-    widths = [max(len(row[place]) for row in [heads, *rows]) for place in range(len(heads))]
-    for row in [heads, *rows]:
-        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
+    print("\n".join(_aligned([heads, *rows])))
     return 0
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
@@ -328,7 +321,14 @@ def run_predict(options: argparse.Namespace) -> int:
         raise InvalidInputError("this model predicts numbers, which have no --proba; leave it out")
     names, rows = table_of(model, found, probabilities=options.proba)
     as_json = out is not None and out.suffix in JSON_LINES
-    text = "".join(_json_lines(names, rows) if as_json else _csv_lines(names, rows))
+    written = io.StringIO()
+    if as_json:
+        for row in rows:
+            line = json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False)
+            written.write(f"{line}\n")
+    else:
+        csv.writer(written, lineterminator="\n").writerows([names, *rows])
+    text = written.getvalue()
     if out is None:
         print(text, end="")
         return 0
@@ -345,7 +345,9 @@ def table_of(
     if found.values.ndim == 2:
         width = found.values.shape[1]
         several = model.schema is not None and len(model.schema.target) == width
-        targets = list(model.schema.target) if several and model.schema else _numbered(width)
+        targets = [f"prediction_{place}" for place in range(width)] if width > 1 else targets
+        if several and model.schema:
+            targets = list(model.schema.target)
     columns: list[Any] = [found.values] if found.values.ndim == 1 else [*found.values.T]
     if found.values.ndim > 2:
         raise InvalidInputError(
@@ -361,26 +363,10 @@ def table_of(
     return [first, *targets], rows
 
 
-def _numbered(count: int) -> list[str]:
-    return [f"prediction_{place}" for place in range(count)] if count > 1 else ["prediction"]
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _csv_lines(names: list[str], rows: list[list[Any]]) -> Iterator[str]:
-    for row in [names, *rows]:
-        line = io.StringIO()
-        csv.writer(line, lineterminator="\n").writerow(row)
-        yield line.getvalue()
-
-
-def _json_lines(names: list[str], rows: list[list[Any]]) -> Iterator[str]:
-    for row in rows:
-        yield json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) + "\n"
 
 
 EXPORT_TEXT = """\

@@ -38,8 +38,7 @@ from dpsur.functional.tree import (
 
 # Records of a data set that are read again, to see whether it draws them at random.
 _READ_AGAIN = 16
-CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss)
-CLASSIFICATION_LOSS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
+CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def as_examples(
@@ -342,11 +341,16 @@ def check_alike(test: Examples, train: Examples) -> None:
         )
 
 
-def is_classification(loss: LossFunction) -> bool:
-    """Whether the loss takes class indices."""
+def is_one_of(loss: Any, kinds: tuple[Any, ...]) -> bool:
+    """Whether a loss is one of these functions, or of these classes of modules."""
     if isinstance(loss, functools.partial):
         loss = loss.func
-    return loss in CLASSIFICATION_LOSSES or isinstance(loss, CLASSIFICATION_LOSS_MODULES)
+    return loss in kinds or isinstance(loss, tuple(k for k in kinds if isinstance(k, type)))
+
+
+def is_classification(loss: LossFunction) -> bool:
+    """Whether the loss takes class indices."""
+    return is_one_of(loss, CLASSIFICATION_LOSSES)
 
 
 def with_indices(examples: Examples, loss: LossFunction) -> Examples:

@@ -12,7 +12,6 @@ Both together have the larger of the two epsilons (parallel composition), and th
 figures is calibrated to that of the run. Like N, the number of records held out counts as public.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,16 +40,20 @@ from dpsur.per_example import ClippedSum
 from dpsur.privacy.events import Gaussian, event_to_json
 from dpsur.privacy.search import least_noise
 from dpsur.privacy.statement import holdout_cost, stated_holdout
-from dpsur.runs.data import check_labels, keyed_draws
+from dpsur.runs.data import check_labels, is_one_of, keyed_draws
 from dpsur.runs.validation import check_tokens
 from dpsur.tasks.schema import RangeLoss
 
 # Losses of targets that are right or wrong, several of them at once or one, and of numbers.
-LABEL_LOSSES = (F.binary_cross_entropy_with_logits, F.multilabel_soft_margin_loss)
-LABEL_LOSS_MODULES = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss)
-NUMBER_LOSSES = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
-NUMBER_LOSS_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, RangeLoss)
-CLASS_LOSSES, CLASS_LOSS_MODULES = (F.cross_entropy,), (nn.CrossEntropyLoss,)
+LABEL_LOSSES = (
+    *(F.binary_cross_entropy_with_logits, F.multilabel_soft_margin_loss),
+    *(nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss),
+)
+NUMBER_LOSSES = (
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, RangeLoss),
+)
+CLASS_LOSSES = (F.cross_entropy, nn.CrossEntropyLoss)
 # What is shown of the scores first, and how.
 SHOWN = {
     "accuracy": "{:.2%}",
@@ -123,12 +126,12 @@ def score(outputs: Any, targets: Any, loss: LossFunction) -> dict[str, float]:
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return {}
     if outputs.dim() == 2 and targets.dim() == 1 and not targets.dtype.is_floating_point:
-        return _class_scores(outputs, targets, is_one_of(loss, CLASS_LOSSES, CLASS_LOSS_MODULES))
+        return _class_scores(outputs, targets, is_one_of(loss, CLASS_LOSSES))
     if outputs.shape != targets.shape:
         return {}
-    if is_one_of(loss, LABEL_LOSSES, LABEL_LOSS_MODULES):
+    if is_one_of(loss, LABEL_LOSSES):
         return _label_scores(outputs.flatten(1) if outputs.dim() > 1 else outputs, targets)
-    if is_one_of(loss, NUMBER_LOSSES, NUMBER_LOSS_MODULES):
+    if is_one_of(loss, NUMBER_LOSSES):
         return _number_scores(outputs.double(), targets.double(), getattr(loss, "unit", 1.0))
     return {}
 
@@ -213,12 +216,6 @@ def area_of_counts(negative: Tensor, positive: Tensor) -> float:
         return 0.5
     below = negative.cumsum(0) - negative / 2  # ties count half
     return float((positive * below).sum()) / pairs
-
-
-def is_one_of(loss: Any, functions: tuple[Any, ...], modules: tuple[type, ...]) -> bool:
-    if isinstance(loss, functools.partial):
-        loss = loss.func
-    return loss in functions or isinstance(loss, modules)
 
 
 def model_outputs(model: nn.Module, inputs: Any) -> Any:

@@ -35,14 +35,11 @@ from dpsur.privacy.statement import (
     planned_warnings,
     privacy_statement,
 )
-from dpsur.runs.data import is_classification
+from dpsur.runs.data import is_classification, is_one_of
 from dpsur.runs.evaluation import (
-    LABEL_LOSS_MODULES,
     LABEL_LOSSES,
-    NUMBER_LOSS_MODULES,
     NUMBER_LOSSES,
     evaluate,
-    is_one_of,
     noisy_figures,
     shown_scores,
 )
@@ -182,9 +179,9 @@ def _what_is_predicted(session: Session) -> str | None:
     loss = record_loss(session.problem.loss)
     if not isinstance(targets, torch.Tensor):
         return None
-    if is_one_of(loss, LABEL_LOSSES, LABEL_LOSS_MODULES):
+    if is_one_of(loss, LABEL_LOSSES):
         return LABELS
-    if is_one_of(loss, NUMBER_LOSSES, NUMBER_LOSS_MODULES):
+    if is_one_of(loss, NUMBER_LOSSES):
         return NUMBERS
     if targets.dim() == 1 and not targets.dtype.is_floating_point:
         return CLASSES
