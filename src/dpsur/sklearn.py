@@ -12,7 +12,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -48,20 +47,6 @@ _SEARCH = "sklearn.model_selection._search"
 _TARGET = "target"
 
 
-@contextmanager
-def _numbers_only() -> Iterator[None]:
-    """Say what to do about words among the records, without quoting them."""
-    try:
-        yield
-    except ValueError as error:
-        if not str(error).startswith("could not convert string"):
-            raise
-        raise InvalidInputError(
-            "X has values that are no numbers; declare its columns with schema=dpsur.Schema(...)",
-            private=str(error),
-        ) from None
-
-
 class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
     """What both estimators share."""
 
@@ -79,7 +64,8 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
 
     def __sklearn_clone__(self) -> Self:
         """Copy the parameters, but not for a search of hyper-parameters."""
-        if any(_module(frame).startswith(_SEARCH) for frame in _frames()):
+        callers = (str(frame.f_globals.get("__name__", "")) for frame in _frames())
+        if any(name.startswith(_SEARCH) for name in callers):
             text = (
                 "a search of hyper-parameters trains on the same private records many times, and "
                 "neither those runs nor the choice among them are charged to epsilon; choose "
@@ -107,10 +93,18 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         """
         _warn_of_fitted_steps(self)
         if self.schema is None:
-            with _numbers_only():
+            try:
                 X, y = validate_data(  # noqa: N806
                     self, X, y, dtype=np.float64, y_numeric=self._numeric
                 )
+            except ValueError as error:
+                if not str(error).startswith("could not convert string"):
+                    raise
+                raise InvalidInputError(  # which does not quote the words
+                    "X has values that are no numbers; declare its columns with "
+                    "schema=dpsur.Schema(...)",
+                    private=str(error),
+                ) from None
         else:
             validate_data(self, X, skip_check_array=True)
         y = column_or_1d(y, warn=True)
@@ -168,11 +162,10 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
             )
         schema = Schema.from_json(statement["public"]["schema"])
         if schema.kind != cls._kind:
+            remedy = {"number": "DPRegressor", "classes": "DPClassifier"}
             raise InvalidInputError(
                 f"the release in {path} predicts {schema.kind}; load it with "
-                f"{'DPRegressor' if schema.kind == 'number' else 'dpsur.load'}"
-                if cls._kind == "classes"
-                else f"the release in {path} predicts {schema.kind}; load it with DPClassifier"
+                f"{remedy.get(schema.kind, 'dpsur.load')}"
             )
         budget = statement["budget"]
         named = {"epsilon": budget["epsilon"], "delta": budget["delta"]}
@@ -365,20 +358,10 @@ class DPRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
     """A regression that is trained with differential privacy.
 
     Args:
-        epsilon: of the guarantee.
-        delta: of the guarantee.
         target_range: (low, high) of the target, declared. Targets beyond are clipped.
-        bounds: (low, high) of all features, or of each. Numbers beyond are clipped.
         schema: a `dpsur.Schema` for data frames, in place of `target_range` and `bounds`.
-        model: "auto" (a linear model on noisy quantiles in soft bins), "linear", "mlp" or a module
-            that takes the scaled features.
-        method: what `dpsur.fit` chooses from public facts, unless one is given.
-        accounting: how privacy loss is counted, by name (default: as of `fit`).
-        max_updates: ends the planned run early.
-        random_state: makes the run repeatable, and void against anyone who knows it.
-        device: "cpu", "cuda" or "auto".
-        allow_search: lets `GridSearchCV` and its kind clone this estimator, which charges nothing:
-            for public records.
+
+    The other arguments are those of `DPClassifier`.
 
     `epsilon_`, `statement_` and `model_` are those of the release; `save` writes it.
 
@@ -472,7 +455,3 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))

@@ -47,10 +47,10 @@ def test_a_model_is_timed_plain_and_private(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--model", "nowhere"), "must be module:function"),
-        (("--model", "no.such:make"), "cannot find --model no.such:make"),
-        (("--model", "tests.cli.test_bench:nothing"), "cannot find --model"),
-        (("--model", "tests.cli.test_bench:not_a_function"), "got int"),
+        (("--model", "nowhere"), "must have the form module:function"),
+        (("--model", "no.such:make"), "model no.such:make cannot be imported"),
+        (("--model", "tests.cli.test_bench:nothing"), "cannot be imported"),
+        (("--model", "tests.cli.test_bench:not_a_function"), "is not a function"),
         (("--model", "tests.cli.test_bench:make_wrong"), "returns (model, inputs, labels)"),
         (("--model", "tests.cli.test_bench:make_short"), "asked for a batch of 1 and made 2"),
         (("--batch-size", "0"), "batch size must be"),

@@ -6,13 +6,11 @@
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from dpsur import checks
-from dpsur.attacks.metrics import AttackMetrics, Scores, measure
+from dpsur import checks, figure_style
+from dpsur.attacks.metrics import curve_of, draw_roc, hits_of, measure
 from dpsur.attacks.suite import (
     ATTACKS,
     AttackScores,
@@ -46,9 +44,8 @@ from dpsur.cli.run_options import (
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.functional.persons import DEFAULT_RECORDS
-from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import INIT, SETUP, Streams
-from dpsur.methods import METHODS, Method, Nonprivate, method_named
+from dpsur.methods import METHODS, Nonprivate, method_named
 from dpsur.networks import build_network
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
@@ -130,9 +127,16 @@ def run(options: argparse.Namespace) -> int:
         found = (_release if of_release else _target)(options, names, device)
     metrics = {name: measure(scores) for name, scores in found.scores.items()}
     if options.roc is not None:
-        _draw(options.roc, found.scores)
+        curves = {
+            name: curve_of(hits_of(part), len(part.members), len(part.others))
+            for name, part in found.scores.items()
+        }
+        with figure_style.common():
+            draw_roc({"": curves}).savefig(options.roc, dpi=200)
     if options.json:
-        print(json.dumps(_values(found, metrics)))
+        accuracies = {n: getattr(found, n) for n in ("train_accuracy", "test_accuracy")}
+        attacks = {name: figures.to_json() for name, figures in metrics.items()}
+        print(json.dumps({**accuracies, "attacks": attacks}))
         return 0
     if options.group_by is not None:
         print("attacks on persons, by the mean score of each one's records")
@@ -149,14 +153,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"{name:<24}" + "".join(f"{cell!s:<24}" for cell in cells).rstrip())
     print("accuracy: on as many members as others; in brackets, 95% intervals")
     return 0
-
-
-def _values(found: AttackScores, metrics: dict[str, AttackMetrics]) -> dict[str, Any]:
-    return {
-        "train_accuracy": found.train_accuracy,
-        "test_accuracy": found.test_accuracy,
-        "attacks": {name: figures.to_json() for name, figures in metrics.items()},
-    }
 
 
 def _names(options: argparse.Namespace) -> list[str]:
@@ -259,18 +255,6 @@ def _task_of_release(options: argparse.Namespace, name: str | None) -> Task:
             "the attacks are on classes, and this table predicts something else"
         )
     return task
-
-
-def _draw(path: Path, scores: dict[str, Scores]) -> None:
-    from dpsur import figure_style as style
-    from dpsur.attacks.metrics import curve_of, draw_roc, hits_of
-
-    curves = {
-        name: curve_of(hits_of(part), len(part.members), len(part.others))
-        for name, part in scores.items()
-    }
-    with style.common():
-        draw_roc({"": curves}).savefig(path, dpi=200)
 
 
 AUDIT_TEXT = """\
@@ -399,6 +383,23 @@ def _audit(options: argparse.Namespace) -> Finding:
     method = build_method(kind.name, options, dict(task.settings.get(kind.name, {})))
     device = choose_device(options.device)
     network, train, test = as_seen_by(method, task)
+    planter: Planter
+    if options.canaries == "gradient":
+        clip = getattr(method, "max_grad_norm", None)
+        if clip is None:
+            raise InvalidInputError(
+                f"gradient canaries are made for a clip norm, which the method {method.name} does "
+                "not have; use --canaries input"
+            )
+        planter = gradient_canaries(options.count, clip)
+    elif test is None or len(test) < options.count:
+        raise InvalidInputError(
+            f"--count {options.count} input canaries are taken from the test records of "
+            f"{task.name}, which are {0 if test is None else len(test)}"
+        )
+    else:
+        some = test.select(torch.arange(options.count))
+        planter = input_canaries(some, int(test.targets.max()) + 1)
     with Streams(options.seed, device).at(SETUP).global_randomness(INIT):
         model = build_network(network)
     with ProgressBar(quiet=options.json) as bar:
@@ -409,7 +410,7 @@ def _audit(options: argparse.Namespace) -> Finding:
             method=method,
             budget=Budget(options.epsilon, options.delta),
             accounting=options.accounting,
-            planter=_planter(options, task, method, test),
+            planter=planter,
             subject=f"{kind.name} on {task.name}",
             confidence=options.confidence,
             seed=options.seed,
@@ -418,22 +419,3 @@ def _audit(options: argparse.Namespace) -> Finding:
             persons=task.persons,
             observers=[bar],
         )
-
-
-def _planter(
-    options: argparse.Namespace, task: Task, method: Method, test: Examples | None
-) -> Planter:
-    if options.canaries == "gradient":
-        clip = getattr(method, "max_grad_norm", None)
-        if clip is None:
-            raise InvalidInputError(
-                f"gradient canaries are made for a clip norm, which the method {method.name} does "
-                "not have; use --canaries input"
-            )
-        return gradient_canaries(options.count, clip)
-    if test is None or len(test) < options.count:
-        raise InvalidInputError(
-            f"--count {options.count} input canaries are taken from the test records of "
-            f"{task.name}, which are {0 if test is None else len(test)}"
-        )
-    return input_canaries(test.select(torch.arange(options.count)), int(test.targets.max()) + 1)

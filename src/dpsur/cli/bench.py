@@ -6,7 +6,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.options import DATA, MODEL
 from dpsur.per_example import engine_report
 from dpsur.runs.build_session import choose_device
-from dpsur.runs.tasks import sample_problem
+from dpsur.runs.tasks import imported, sample_problem
 
 EXPLAIN = """\
 Print how per-example gradients of a model are computed, and why no faster engine is used.
@@ -87,28 +86,21 @@ def run(options: argparse.Namespace) -> int:
     for size in options.batch_size:
         checks.at_least_one("batch size", size)
     device = choose_device(options.device)
-    make = found(options.model)
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    make = imported(options.model)
     made(options.model, make, 1)
     for size in sorted(set(options.batch_size)):
         for row in rows(options.model, make, size, device, options.repetitions):
-            print(json.dumps(row) if options.json else line(row), flush=True)
+            memory = row["peak_memory_bytes"]
+            parts = [
+                f"{row['model']}  batch {row['batch_size']:<6} {row['step']:<8}",
+                f"{1e3 * row['seconds']:9.2f} ms",
+                f"{row['time_over_plain']:6.2f} x plain",
+                *([] if memory is None else [f"{memory / 2**20:8.0f} MiB"]),
+            ]
+            print(json.dumps(row) if options.json else "  ".join(parts), flush=True)
     return 0
-
-
-def found(name: str) -> Callable[[int], Any]:
-    """Find `module:function`; modules of the current folder are found too."""
-    module, colon, function = name.partition(":")
-    if not (module and colon and function):
-        raise InvalidInputError(f"--model must be module:function, {FORM}, got {name!r}")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        make = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise InvalidInputError(f"cannot find --model {name}: {error}") from error
-    if not callable(make):
-        raise InvalidInputError(f"--model {name} must be {FORM}, got {type(make).__name__}")
-    return make  # type: ignore[no-any-return]
 
 
 def made(name: str, make: Callable[[int], Any], size: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -209,15 +201,3 @@ def timed(step: Callable[[], object], device: torch.device) -> tuple[float, int]
     step()
     torch.cuda.synchronize(device)
     return time.perf_counter() - start, torch.cuda.max_memory_allocated(device)
-
-
-def line(row: dict[str, Any]) -> str:
-    memory = row["peak_memory_bytes"]
-    parts = [
-        f"{row['model']}  batch {row['batch_size']:<6} {row['step']:<8}",
-        f"{1e3 * row['seconds']:9.2f} ms",
-        f"{row['time_over_plain']:6.2f} x plain",
-    ]
-    if memory is not None:
-        parts.append(f"{memory / 2**20:8.0f} MiB")
-    return "  ".join(parts)

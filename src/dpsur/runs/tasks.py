@@ -205,7 +205,8 @@ def _network_of(
         description = _network(task, config)
     elif config.model in task.models:
         description = dict(task.models[config.model])
-    build = _builder(description, config.model)
+    name = config.model
+    found = None if description is not None or name is None else imported(name)
 
     def initialised() -> nn.Module:
         device = choose_device(config.device)
@@ -213,7 +214,22 @@ def _network_of(
         if config.seed is None and config.network_seed is not None:
             drawn = seeded_globally(config.network_seed, device)
         with drawn:
-            return build()
+            if found is None:
+                assert description is not None
+                return build_network(description)
+            try:
+                model = found()
+            except Exception as error:  # a custom function may raise anything
+                raise InvalidInputError(
+                    f"model {name} cannot be built ({type(error).__name__}: {error}); it must be a "
+                    "function without arguments that returns a torch.nn.Module"
+                ) from error
+            if not isinstance(model, nn.Module):
+                raise InvalidInputError(
+                    f"model {name} must return a torch.nn.Module, it returned "
+                    f"{type(model).__name__}"
+                )
+            return model
 
     return description, initialised
 
@@ -295,37 +311,20 @@ def note_privately(task: Task, folder: RunFolder) -> list[Path]:
     return noted
 
 
-def _builder(description: Mapping[str, Any] | None, name: str | None) -> Callable[[], nn.Module]:
-    if description is not None:
-        return lambda: build_network(description)
-    assert name is not None
-    module, separator, function = name.partition(":")
-    if not separator or not module or not function:
+def imported(name: str) -> Callable[..., Any]:
+    """The function that `module:function` names."""
+    module, _, function = name.partition(":")
+    if not (module and function):
         raise InvalidInputError(f"model {name!r} must have the form module:function")
     try:
-        found = getattr(importlib.import_module(module), function)
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise InvalidInputError(
             f"model {name} cannot be imported ({error}); the module must be on PYTHONPATH"
         ) from error
     if not callable(found):
         raise InvalidInputError(f"model {name} is not a function that builds a network")
-
-    def built() -> nn.Module:
-        try:
-            model = found()
-        except Exception as error:  # a custom function may raise anything
-            raise InvalidInputError(
-                f"model {name} cannot be built ({type(error).__name__}: {error}); it must be a "
-                "function without arguments that returns a torch.nn.Module"
-            ) from error
-        if isinstance(model, nn.Module):
-            return model
-        raise InvalidInputError(
-            f"model {name} must return a torch.nn.Module, it returned {type(model).__name__}"
-        )
-
-    return built
+    return found
 
 
 # Columns of a Hugging Face data set that are read without a schema.
