@@ -19,7 +19,6 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import NOISE, Stream, Streams
 from dpsur.privacy.search import ignore_cache
-from dpsur.runs import observers
 
 # One thread for each of the two processes that `make test` starts.
 torch.set_num_threads(1)
@@ -61,22 +60,6 @@ def patient() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dpsur.status.PATIENCE", 600.0)
         yield
-
-
-DRAW_CURVES = observers._curves
-
-
-@pytest.fixture(scope="session", autouse=True)
-def curves_are_not_drawn() -> Iterator[None]:
-    """A plot takes three quarters of a small run. Tests of the plot ask for `drawn_curves`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(observers, "_curves", lambda rows: b"no plot")
-        yield
-
-
-@pytest.fixture
-def drawn_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observers, "_curves", DRAW_CURVES)
 
 
 def blobs(size: int = 200, seed: int = 1) -> Examples:

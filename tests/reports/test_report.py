@@ -10,7 +10,7 @@ import pytest
 from dpsur.cli import main
 from dpsur.privacy.statement import plan_from_statement
 from dpsur.reports import html
-from dpsur.runs.result import Curve, guess_bound, tradeoff
+from dpsur.runs.result import Curve, RunCurves, guess_bound, plot_runs, tradeoff
 
 VOID = {"meta", "link", "br", "circle", "line", "path"}
 
@@ -161,6 +161,13 @@ def test_a_plot_of_a_run_in_python(fitted):
     assert axes.get_xlabel() == "updates"
     assert {line.get_label() for line in axes.lines} >= {"proven"}
     assert max(axes.lines[0].get_ydata()) == pytest.approx(fitted.epsilon["proven"])
+
+
+@pytest.mark.parametrize("score", ["accuracy", "micro_f1", "r2", "loss"])
+def test_every_score_on_public_records_is_plotted(fitted, score):
+    rows = [{"kind": "evaluation", "epsilon": n / 2, score: 0.5} for n in (1, 2)]
+    (axes,) = plot_runs([RunCurves("run", fitted.plan, rows)], "accuracy").axes
+    assert axes.get_ylabel() == f"test {score}"
 
 
 def test_an_unknown_kind_or_format_is_refused(fitted, trained, capsys):

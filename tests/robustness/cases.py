@@ -383,7 +383,7 @@ def _damage_metrics(path: Path, rng: Random) -> str:
 
 def _odd_entry(run: Path, rng: Random) -> str:
     """Something in the folder that the program did not leave there."""
-    inside = ("curves.png", "lock", "metrics.jsonl", "checkpoint.safetensors", "config.json",
+    inside = ("lock", "metrics.jsonl", "checkpoint.safetensors", "config.json",
               ".checkpoint.safetensors.abc", "surprise")  # fmt: skip
     name = rng.choice(
         ["release", ".release.partial", "private", *(f"private/{file}" for file in inside)]

@@ -79,15 +79,13 @@ def test_an_unseeded_run_continues_the_draws_it_would_have_made(tmp_path):
     assert weights_file(tmp_path / "a") == weights_file(copy)
 
 
-@pytest.mark.usefixtures("drawn_curves")
 def test_folders_keep_release_and_private_apart(tmp_path):
     fit(tmp_path / "out")
     private = tmp_path / "out" / "private"
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
     assert {p.name for p in private.iterdir()} == {
-        FILE_NAME, "metrics.jsonl", "curves.png", "lock",
+        FILE_NAME, "metrics.jsonl", "lock",
     }  # fmt: skip
-    assert (private / "curves.png").read_bytes().startswith(b"\x89PNG")
     rows = [json.loads(line) for line in (private / "metrics.jsonl").read_text().splitlines()]
     assert sum(row["kind"] == "trial" for row in rows) == 20
     assert sum(row["kind"] == "evaluation" for row in rows) == 4

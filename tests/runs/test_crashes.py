@@ -115,19 +115,6 @@ def no_space(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def not_plotted(*_, **__):
-    raise RuntimeError("secret 0.123")
-
-
-@pytest.mark.parametrize("failure", [no_space, not_plotted])
-def test_a_failing_plot_does_not_block_the_release(tmp_path, monkeypatch, whole, failure):
-    monkeypatch.setattr(recorder, "_curves", failure)
-    with pytest.warns(DiagnosticsWarning, match=r"curves.png is incomplete .*not affected") as seen:
-        fit(tmp_path / "out")
-    assert weights_file(tmp_path / "out") == whole
-    assert not any("secret" in str(warning.message) for warning in seen)
-
-
 def test_a_full_disk_for_metrics_does_not_block_the_release(tmp_path, monkeypatch, whole):
     monkeypatch.setattr(recorder, "_append", no_space)
     with pytest.warns(DiagnosticsWarning, match=r"metrics.jsonl is incomplete .*No space") as seen:
@@ -151,9 +138,7 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_in_metrics_changes_nothing(tmp_path, whole, garbage, request):
-    if b"evaluation" in garbage:  # the others are left out before anything is drawn
-        request.getfixturevalue("drawn_curves")
+def test_garbage_in_metrics_changes_nothing(tmp_path, whole, garbage):
     interrupted(tmp_path / "out")
     path = tmp_path / "out" / "private" / "metrics.jsonl"
     path.write_bytes(garbage + path.read_bytes())
@@ -161,16 +146,6 @@ def test_garbage_in_metrics_changes_nothing(tmp_path, whole, garbage, request):
         warnings.simplefilter("error", DiagnosticsWarning)
         fit(tmp_path / "out", resume=True)
     assert weights_file(tmp_path / "out") == whole
-
-
-@pytest.mark.usefixtures("drawn_curves")
-@pytest.mark.parametrize("score", ["accuracy", "micro_f1", "r2", "loss", "nothing"])
-def test_curves_are_drawn_of_every_score(tmp_path, score):
-    steps = [{"kind": "trial", "trial": n, "updates": n // 2} for n in range(1, 4)]
-    last = {"kind": "evaluation", "trial": 3, "updates": 1, "epsilon": None, score: 0.5}
-    rows = [] if score == "nothing" else [*steps, last]
-    recorder.draw_curves(rows, tmp_path / "curves.png")  # a failure would be a warning
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_folder_in_the_place_of_metrics_is_a_warning(tmp_path, whole):
@@ -262,7 +237,7 @@ def test_temporary_files_are_cleared_and_private_files_are_the_owners(tmp_path, 
         fit(tmp_path / "out", resume=True)
     finally:
         os.umask(before)
-    ours = {FILE_NAME, "metrics.jsonl", "curves.png", "lock"}
+    ours = {FILE_NAME, "metrics.jsonl", "lock"}
     assert {path.name for path in private.iterdir()} == {*ours, "notes"}
     assert {stat.S_IMODE((private / name).stat().st_mode) for name in ours} == {0o600}
     assert stat.S_IMODE(private.stat().st_mode) == 0o700

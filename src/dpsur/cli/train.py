@@ -58,7 +58,7 @@ Train a model under a privacy budget.
   dpsur train --resume run                                   after an interruption
 
 The folder of the run gets release/ (weights, PRIVACY.md, privacy.json), written only at the end and
-meant to be published, and private/ (checkpoints, metrics, curves), which must stay with you.
+meant to be published, and private/ (checkpoints, metrics), which must stay with you.
 An interrupted run resumes with --resume, without spending more than its budget.
 """
 

@@ -59,10 +59,10 @@ MALFORMED = (
 WEIGHTS, STATEMENT, PAGE = "model.safetensors", "privacy.json", "PRIVACY.md"
 CARD = "README.md"
 CHECKPOINT, CONFIG, LOCK = "checkpoint.safetensors", "config.json", "lock"
-METRICS, CURVES = "metrics.jsonl", "curves.png"
+METRICS = "metrics.jsonl"
 BOOKING = "booking"  # the run's id in the ledger of its data
 UPDATES = "updates"
-PRIVATE_FILES = (CHECKPOINT, CONFIG, LOCK, METRICS, CURVES, BOOKING)
+PRIVATE_FILES = (CHECKPOINT, CONFIG, LOCK, METRICS, BOOKING)
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
@@ -309,7 +309,7 @@ class RunFolder:
         try:
             for path in self.private.iterdir():
                 # Diagnostics cannot keep a run from its release; the folder is closed to others.
-                ignored = (OSError,) if path.name in (METRICS, CURVES) else ()
+                ignored = (OSError,) if path.name == METRICS else ()
                 with suppress(*ignored):
                     if _is_temporary(path):
                         path.unlink()

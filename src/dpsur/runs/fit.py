@@ -55,13 +55,12 @@ from dpsur.runs.evaluation import (
     check_target,
     split_off,
 )
-from dpsur.runs.files import BOOKING, CURVES, RunFolder, to_json, write_atomically
+from dpsur.runs.files import BOOKING, RunFolder, to_json, write_atomically
 from dpsur.runs.observers import (
     RandomDelays,
     Recorder,
     check_track,
     default_progress,
-    draw_curves,
     tracked,
 )
 from dpsur.runs.release import (
@@ -490,7 +489,6 @@ def execute(
         run = finish_run(session, progress, recorder.rows, origin, committed)
         write_release(folder.release, run.model, run.statement, origin)
         ranks.wait_for_all()
-        draw_curves(recorder.rows, folder.private / CURVES)
     return replace(run, saved=folder.release)
 
 

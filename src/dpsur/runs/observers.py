@@ -1,4 +1,4 @@
-"""Observers of a run: metrics, evaluations, curves, and a progress bar.
+"""Observers of a run: metrics, evaluations, and a progress bar.
 
 Observers of `dpsur.fit` that pass figures on to `logging` and to experiment trackers.
 
@@ -12,7 +12,6 @@ are passed on only with `private=True`. A tracker notes the time of every entry.
 tells how many updates were rejected and that number is private, `track` is refused.
 """
 
-import io
 import json
 import logging
 import math
@@ -29,7 +28,6 @@ from typing import Any, Self
 
 from dpsur import checks
 from dpsur.errors import DiagnosticsWarning, InvalidInputError, describe_os_error
-from dpsur.figure_style import new_figure
 from dpsur.mechanism.state import Verdict
 from dpsur.mechanism.trial import Progress
 from dpsur.privacy.plan import Plan
@@ -106,16 +104,13 @@ class Recorder:
         try:
             action(self._path)
         except OSError as error:
-            warn_of_diagnostics(self._path, describe_os_error(error))
+            warnings.warn(
+                f"{self._path} is incomplete ({describe_os_error(error)}); the run and its release "
+                "are not affected",
+                DiagnosticsWarning,
+                stacklevel=2,
+            )
             self._path = None
-
-
-def warn_of_diagnostics(path: Path, reason: str) -> None:
-    warnings.warn(
-        f"{path} is incomplete ({reason}); the run and its release are not affected",
-        DiagnosticsWarning,
-        stacklevel=2,
-    )
 
 
 def _append(path: Path, line: str) -> None:
@@ -129,7 +124,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run, as far as they have what the curves are drawn from.
+    """The rows of a run, as far as they have what plots are drawn from.
 
     The last line may be cut off by a crash; its trial is repeated after the checkpoint.
     """
@@ -144,41 +139,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             if placed and (kind == "trial" or (kind == "evaluation" and numbers)):
                 rows.append(row)
     return rows
-
-
-def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw accuracy and acceptance over the run; a failure is a warning."""
-    try:
-        write_atomically(path, _curves(rows), mode=0o600)
-    except OSError as error:
-        warn_of_diagnostics(path, describe_os_error(error))
-    except Exception as error:  # whatever a plotting library may raise; its text may quote rows
-        warn_of_diagnostics(path, type(error).__name__)
-
-
-def _curves(rows: list[dict[str, Any]]) -> bytes:
-    evaluations = [row for row in rows if row["kind"] == "evaluation"]
-    trials = [row for row in rows if row["kind"] == "trial"]
-    figure = new_figure(9, 3.6)
-    left, right = figure.subplots(1, 2)
-    known = ("accuracy", "micro_f1", "r2", "loss")
-    score = next(name for name in known if name == "loss" or any(name in r for r in evaluations))
-    if evaluations:
-        left.plot(
-            [r.get("epsilon") for r in evaluations], [r.get(score) for r in evaluations], "o-", ms=3
-        )
-    left.set(xlabel="epsilon spent", ylabel=f"test {score}", title="Public test set")
-    right.plot([r["trial"] for r in trials], [r["updates"] for r in trials], label="accepted")
-    if trials:
-        right.plot([0, trials[-1]["trial"]], [0, trials[-1]["trial"]], ":", label="all trials")
-    right.set(xlabel="trials", ylabel="accepted updates", title="Private: do not publish")
-    right.legend(frameon=False)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
-    image = io.BytesIO()
-    figure.savefig(image, dpi=120, format="png")
-    return image.getvalue()
 
 
 class RandomDelays:

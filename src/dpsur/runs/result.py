@@ -257,10 +257,11 @@ def finish_run(
         )
 
 
+SCORES = ("accuracy", "micro_f1", "r2", "loss")  # of which the first that is known is plotted
 POINTS = 24  # of a curve that the accountant computes
 KINDS: Final = {
     "epsilon": "epsilon by update, under each accounting that applies",
-    "accuracy": "accuracy on the public test set against epsilon",
+    "accuracy": "accuracy, or another score, on the public test set against epsilon",
     "tradeoff": "the best attack that the guarantee allows",
     "acceptance": "accepted updates against trials; private",
 }
@@ -301,14 +302,14 @@ def plot_runs(runs: Sequence[RunCurves], kind: str) -> "Figure":
     with figure_style.common():
         figure = figure_style.new_figure(4.6, 3.2)
         axes = figure.subplots()
-        drawn = [_draw(axes, run, kind, alone=len(runs) == 1) for run in runs]
-        if not any(drawn):
+        drawn = [name for run in runs for name in _draw(axes, run, kind, alone=len(runs) == 1)]
+        if not drawn:
             raise InvalidInputError(
                 f"there is nothing to plot as {kind}: the run folder holds no such values"
             )
         labels = {
             "epsilon": ("updates", "epsilon"),
-            "accuracy": ("epsilon spent", "test accuracy"),
+            "accuracy": ("epsilon spent", f"test {drawn[0]}"),
             "tradeoff": ("false positive rate", "true positive rate"),
             "acceptance": ("trials", "accepted updates"),
         }
@@ -325,11 +326,12 @@ def plot_runs(runs: Sequence[RunCurves], kind: str) -> "Figure":
     return figure
 
 
-def _draw(axes: "Axes", run: RunCurves, kind: str, *, alone: bool) -> bool:
-    """Draw one run; whether it has what this kind of plot shows."""
+def _draw(axes: "Axes", run: RunCurves, kind: str, *, alone: bool) -> list[str]:
+    """Draw what one run has of this kind of plot, and name it."""
     found: Curve | None = None
     if kind == "accuracy" and not run.plan.run_all_trials:
-        found = accuracy_by_epsilon(run.rows)
+        scores = (accuracy_by_epsilon(run.rows, score) for score in SCORES)
+        found = next((curve for curve in scores if curve), None)
     elif kind == "tradeoff":
         found = tradeoff(run.plan)
     elif kind == "acceptance":
@@ -340,7 +342,7 @@ def _draw(axes: "Axes", run: RunCurves, kind: str, *, alone: bool) -> bool:
         if not alone and len(curves) == 1:
             label = run.name
         axes.plot(curve.x, curve.y, marker="o" if kind == "accuracy" else None, ms=3, label=label)
-    return bool(curves)
+    return [curve.name for curve in curves]
 
 
 def _by_update(plan: Plan, figures: Callable[[Plan], Mapping[str, float | None]]) -> list[Curve]:
@@ -415,16 +417,14 @@ def run_rows(folder: Path) -> list[dict[str, Any]]:
         return []
 
 
-def accuracy_by_epsilon(rows: Sequence[Mapping[str, Any]]) -> Curve | None:
-    """Accuracy of the kept weights on public test records. It says nothing of rejections."""
+def accuracy_by_epsilon(rows: Sequence[Mapping[str, Any]], score: str = "accuracy") -> Curve | None:
+    """A score of the kept weights on public test records. It says nothing of rejections."""
     found = [
-        (row["epsilon"], row["accuracy"])
+        (row["epsilon"], row[score])
         for row in rows
-        if row["kind"] == "evaluation" and row.get("epsilon") is not None and "accuracy" in row
+        if row["kind"] == "evaluation" and None not in (row.get("epsilon"), row.get(score))
     ]
-    if len(found) < 2:
-        return None
-    return Curve("accuracy", *zip(*found, strict=True))
+    return Curve(score, *zip(*found, strict=True)) if len(found) > 1 else None
 
 
 def private_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
