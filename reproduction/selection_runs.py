@@ -327,7 +327,6 @@ def _session(config: Mapping[str, Any], seed: int, device: str | None, **changes
         features=config["features"],
         network=config["network"],
         model=config["model"],
-        hold_out=config["hold_out"],
         seed=seed,
         device=device or "auto",
         performance=Performance(tf32=config["tf32"], repeatable=False),

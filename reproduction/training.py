@@ -15,18 +15,27 @@ from typing import Any
 import torch
 
 from dpsur.config import Intervals, Performance, RunConfig
-from dpsur.features import PRIVATE
+from dpsur.errors import InvalidInputError
+from dpsur.features import PRIVATE, compute, features_named
+from dpsur.functional.records import Examples
 from dpsur.methods import Nonprivate
 from dpsur.privacy.budget import Budget
 from dpsur.runs.build_session import choose_device
 from dpsur.runs.fit import run_together
 from dpsur.runs.result import Run
 from dpsur.runs.session import Session
-from dpsur.runs.tasks import TaskRecords, build_task_session, held_out, load_records, with_features
+from dpsur.runs.tasks import (
+    TaskRecords,
+    build_task_session,
+    features_of,
+    load_records,
+    task_of,
+)
 from reproduction.arms import ARMS
 from reproduction.base import Cell, Experiment, Options, Row
 
 DELTA = 1e-5
+HOLD_OUT_SEED = 2025
 # Trials between two looks at a captured run; evaluations only at the end.
 BLOCK, NEVER = 100, 10**9
 # The same for a run whose curve is kept: a captured run is evaluated between two blocks.
@@ -162,7 +171,6 @@ def task_run(config: Mapping[str, Any], seed: int, device: str | None) -> RunCon
         features=config["features"],
         normalisation=config["normalisation"],
         network=config["network"],
-        hold_out=config["hold_out"],
         seed=seed,
         device=device or "auto",
         performance=Performance(tf32=config["tf32"], repeatable=False),
@@ -257,6 +265,35 @@ def _row(arm: str, session: Session, run: Run, seconds: float, together: int) ->
         "together": together,
         "device": device_name(session.streams.device),
     }
+
+
+def with_features(config: RunConfig, records: TaskRecords, device: torch.device) -> TaskRecords:
+    """The records of a run with their features computed, on a device, for several runs to share."""
+    features, scale = features_named(features_of(config)), task_of(config).pixel_scale
+    train, test = (
+        None
+        if part is None
+        else Examples(compute(features, part.inputs, device=device, scale=scale), part.targets)
+        for part in (records.train, records.test)
+    )
+    assert train is not None
+    return replace(
+        records,
+        train=train.to(device),
+        test=None if test is None else test.to(device),
+        featured=True,
+    )
+
+
+def held_out(train: Examples, count: int) -> tuple[Examples, Examples]:
+    """Training records without some that are kept back, and those, drawn once for all."""
+    if not 0 < count < len(train):
+        raise InvalidInputError(
+            f"hold_out must be above 0 and below the {len(train)} records, got {count}"
+        )
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(HOLD_OUT_SEED))
+    order = order.to(train.targets.device)
+    return train.select(order[count:]), train.select(order[:count])
 
 
 @lru_cache(maxsize=1)

@@ -24,7 +24,6 @@ CONFIGS = [
         network={"activation": "relu"},
         data_dir=Path("somewhere"),
         keep_fraction=0.5,
-        hold_out=10,
         hide_rejections="constant",
         seed=3,
         network_seed=4,

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from dpsur.config import RunConfig
@@ -10,12 +10,13 @@ from dpsur.methods import METHODS, Method
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plan import ACCEPTED
 from dpsur.runs.fit import execute
-from dpsur.runs.tasks import build_task_session
+from dpsur.runs.tasks import build_task_session, load_records
 from dpsur.tasks import task_named
 from reproduction.artifacts import Artifact, Page
 from reproduction.base import Cell, OneByOne, Options, Row
 from reproduction.differences import MARGIN, difference, in_words
 from reproduction.released_code import RandomAcceptance
+from reproduction.training import held_out
 
 SEEDS, MANY_SEEDS = range(5), range(10)
 BUDGET = Budget(3.0, 1e-5)
@@ -142,11 +143,15 @@ def _trained(arm: str, seed: int, device: str) -> Row:
             BUDGET,
             asked.accounting,
             features=asked.features,
-            hold_out=asked.hold_out,
             seed=seed,
             device=device,
         )
-    session, _ = build_task_session(config)
+    hold_out, records = ({**ARMS, **TRIED}[arm].hold_out if arm != AUTO else 0), None
+    if hold_out:
+        records = load_records(config)
+        train, test = held_out(records.train, hold_out)
+        records = replace(records, train=train, test=test)
+    session, _ = build_task_session(config, records)
     run = execute(session)
     assert run.scores is not None
     return {
@@ -155,7 +160,7 @@ def _trained(arm: str, seed: int, device: str) -> Row:
             "features": config.features,
             "method": run.method.label,
             **run.statement["settings"],
-            **({"hold_out": config.hold_out} if config.hold_out else {}),
+            **({"hold_out": hold_out} if hold_out else {}),
         },
         "plan": run.plan.to_json(),
         "device": str(session.streams.device),

@@ -191,10 +191,9 @@ class RunConfig(checks.NamedArguments):
 
     `task` names a task, or is None where a model and records are given as objects. `keep_fraction`
     is the share of its records to train on. Of a `holdout` fraction of the private records noisy
-    figures are released, within epsilon. `hold_out` training records are set aside and
-    evaluated on instead of the test set, for choosing hyper-parameters. `network` changes arguments
-    of the task's network. `network_seed` fixes the initial weights of an unseeded run, so that the
-    same network can be built when it is resumed; it has no part in sampling or noise. The config is
+    figures are released, within epsilon. `network` changes arguments of the task's network.
+    `network_seed` fixes the initial weights of an unseeded run, so that the same network can be
+    built when it is resumed; it has no part in sampling or noise. The config is
     private: it may hold the seed.
     """
 
@@ -321,7 +320,6 @@ class RunConfig(checks.NamedArguments):
         metavar="F",
         group=PRIVACY,
     )
-    hold_out: int = option(0, "records to evaluate on instead of the test set", command_line=False)
     max_updates: int | None = option(
         None,
         "end the planned run after N updates, for a trial run; noise stays as planned",

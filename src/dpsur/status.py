@@ -56,10 +56,9 @@ def status(text: str) -> Iterator[None]:
     with ExitStack() as shown:
         shown.callback(_shown.reset, token)
         if sys.stderr.isatty():
-            with suppress(ImportError):
-                from rich.console import Console
+            from rich.console import Console
 
-                line.live = shown.enter_context(Console(stderr=True).status(text))
+            line.live = shown.enter_context(Console(stderr=True).status(text))
         if line.live is None:
             timer = threading.Timer(PATIENCE, _say, [text])
             timer.daemon = True

@@ -289,17 +289,10 @@ class ProgressBar:
             self._say(f"{passed}: {shown} (noisy, paid)")
 
     def _start_bar(self, plan: Plan, progress: Progress) -> None:
-        try:
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                TextColumn,
-                TimeRemainingColumn,
-            )
-            from rich.progress import Progress as RichProgress
-        except ImportError:
-            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
         self._bar = RichProgress(
             TextColumn("training"),
             BarColumn(),

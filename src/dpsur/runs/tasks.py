@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dpsur import checks
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError, ModelInputError
-from dpsur.features import compute, features_named, words
+from dpsur.features import words
 from dpsur.features.table import WORDS_DIMENSION
 from dpsur.functional.persons import DEFAULT_RECORDS, Groups
 from dpsur.functional.problem import Problem
@@ -45,7 +45,6 @@ from dpsur.tasks.tables import memory_task
 
 # The key of the draws of `subset`: they are the same on every machine.
 SUBSET_KEY = b"dpsur-subset/1"
-HOLD_OUT_SEED = 2025
 # Features that leave inputs alone.
 AS_THEY_ARE = "pixels"
 # Rows of a sample problem.
@@ -71,12 +70,8 @@ def load_records(config: RunConfig) -> TaskRecords:
     task = task_of(config)
     train, test = task.load(config.data_dir)
     if task.persons is not None:
-        if config.hold_out:
-            raise InvalidInputError("hold_out parts the records of a person; leave it out")
         most = config.records_per_person or DEFAULT_RECORDS
         return TaskRecords(train, test, groups=Groups(task.persons, most))
-    if config.hold_out:
-        train, test = held_out(train, config.hold_out)
     train, holdout = subset(train, config.keep_fraction), None
     if config.holdout is not None:
         check_target(task.loss)
@@ -88,24 +83,6 @@ def task_of(config: RunConfig) -> Task:
     if config.task is None:
         raise InvalidInputError("the config names no task; set task, or use dpsur.fit")
     return task_named(config.task, declared=config.declared)
-
-
-def with_features(config: RunConfig, records: TaskRecords, device: torch.device) -> TaskRecords:
-    """The records of a run with their features computed, on a device, for several runs to share."""
-    features, scale = features_named(features_of(config)), task_of(config).pixel_scale
-    train, test = (
-        None
-        if part is None
-        else Examples(compute(features, part.inputs, device=device, scale=scale), part.targets)
-        for part in (records.train, records.test)
-    )
-    assert train is not None
-    return replace(
-        records,
-        train=train.to(device),
-        test=None if test is None else test.to(device),
-        featured=True,
-    )
 
 
 def features_of(config: RunConfig) -> str:
@@ -253,17 +230,6 @@ def subset(train: Examples, fraction: float | None) -> Examples:
             f"keep_fraction {fraction} keeps none of the records; choose a larger one"
         )
     return train.select(torch.tensor(kept).nonzero().flatten())
-
-
-def held_out(train: Examples, count: int) -> tuple[Examples, Examples]:
-    """Training records without some that are kept back, and those, drawn once for all."""
-    if not 0 < count < len(train):
-        raise InvalidInputError(
-            f"hold_out must be above 0 and below the {len(train)} records, got {count}"
-        )
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(HOLD_OUT_SEED))
-    order = order.to(train.targets.device)
-    return train.select(order[count:]), train.select(order[:count])
 
 
 def _network(task: Task, config: RunConfig) -> dict[str, Any]:
