@@ -476,12 +476,6 @@ def records_meet(patch):
 
 def mean_charged_nothing(patch):
     patch.setattr(input_features, "feature_mean", lambda _: ())
-    patch.setattr(input_features, "_private_mean", _mean_without_a_check)
-
-
-def _mean_without_a_check(asked, inputs, drawn):
-    mean, _ = feature_sums.private_mean(inputs, asked.mean_noise, drawn)
-    return {"centre": mean}
 
 
 def rows_of_the_mean_clipped_to(bound):

@@ -12,7 +12,6 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpsur.environment import ABSENT, cache_folder, package_version, versions
@@ -177,34 +176,25 @@ def _sections(problems: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
             version = package_version("scikit-learn" if name == "sklearn" else name)
             optional[name] = "installed" if version == ABSENT else version
     yield "optional packages", optional
-    yield "devices", _devices()
-
-
-def _cache(problems: list[str]) -> dict[str, str]:
-    root = cache_folder()
-    if not os.access(_existing(root), os.W_OK):
-        problems.append(f"the cache {root} cannot be written; set DPSUR_CACHE to another folder")
-    free = shutil.disk_usage(_existing(root)).free / 2**30
-    if free < 2:
-        problems.append(f"only {free:.1f} GiB are free at {root}; features need about 1 GiB")
-    return {"folder": str(root), "free": f"{free:.0f} GiB"}
-
-
-def _devices() -> dict[str, str]:
     import torch
 
     devices = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         devices[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    return devices
+    yield "devices", devices
 
 
-def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
+def _cache(problems: list[str]) -> dict[str, str]:
+    root = existing = cache_folder()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent  # the nearest folder above it that is there
+    if not os.access(existing, os.W_OK):
+        problems.append(f"the cache {root} cannot be written; set DPSUR_CACHE to another folder")
+    free = shutil.disk_usage(existing).free / 2**30
+    if free < 2:
+        problems.append(f"only {free:.1f} GiB are free at {root}; features need about 1 GiB")
+    return {"folder": str(root), "free": f"{free:.0f} GiB"}
 
 
 COMPLETION = """\

@@ -128,15 +128,24 @@ def _run(options: argparse.Namespace, ranks: Ranks) -> int:
         )
     if options.track is not None:
         check_track(options.track)
+
+    def and_now(what: str) -> str:
+        """What to do about a run that has stopped before its end."""
+        if folder.finished:
+            return f"{what}; the release is complete: {folder.release}"
+        if folder.checkpoint.exists():
+            return f"{what}; resume with: {resume_command(folder.root)}"
+        return f"{what}; nothing was trained, so run the same command again"
+
     with stop_on_signal() as stop:
         try:
             result = _train(config, folder, options, stop, ranks)
         except InterruptedRunError as error:
-            raise InterruptedRunError(f"{error}; {_next_command(folder)}") from None
+            raise InterruptedRunError(and_now(str(error))) from None
         except KeyboardInterrupt:
-            raise InterruptedRunError(f"stopped; {_next_command(folder)}") from None
+            raise InterruptedRunError(and_now("stopped")) from None
         except OSError as error:
-            raise FileError(f"{describe_os_error(error)}; {_next_command(folder)}") from error
+            raise FileError(and_now(describe_os_error(error))) from error
     if options.report and ranks.is_main:
         with silenced(options.quiet or options.json):
             write_report(folder.root, folder.root / REPORT)
@@ -317,14 +326,6 @@ def _train(
             origin=origin,
             store_config=True,
         )
-
-
-def _next_command(folder: RunFolder) -> str:
-    if folder.finished:
-        return f"the release is complete: {folder.release}"
-    if folder.checkpoint.exists():
-        return f"resume with: {resume_command(folder.root)}"
-    return "nothing was trained, so run the same command again"
 
 
 def _print_result(

@@ -248,10 +248,23 @@ def compute_inputs(
         train, test = computed(train), None if test is None else computed(test)
     statistics: Statistics = {}
     if asked.setup:
-        if released is None:
-            draw = {MEAN: _private_mean, PRIVATE: _private_statistics, QUANTILES: _private_levels}
-            stream = streams.at(SETUP)[FEATURES]
-            statistics = draw[asked.kind](asked, train.inputs, stream, persons)
+        stream = streams.at(SETUP)[FEATURES]
+        # What is drawn must be what the plan was charged for.
+        if released is None and asked.kind == PRIVATE:
+            assert persons is None  # refused before
+            statistics = _private_statistics(asked, train.inputs, stream)
+        elif released is None and asked.kind == MEAN:
+            rows = train.inputs if persons is None else persons.means(train.inputs)
+            mean, event = private_mean(rows, asked.mean_noise, stream)
+            assert (event,) == asked.setup
+            statistics = {CENTRE: mean.cpu()}
+        elif released is None:
+            assert asked.binned is not None
+            numbers = train.inputs[:, list(asked.binned.numbers)]
+            weights = None if persons is None else persons.weights
+            levels, event = private_levels(numbers, asked.histograms_noise, stream, weights)
+            assert (event,) == asked.setup
+            statistics = {LEVELS: levels.cpu()}
         else:
             if set(released) != asked.released:
                 raise CheckpointError(
@@ -294,10 +307,7 @@ def _normalisation(
     return layer, {"name": "channel-norm", "channels": channels}
 
 
-def _private_statistics(
-    asked: InputFeatures, inputs: Tensor, stream: Stream, persons: Persons | None
-) -> Statistics:
-    assert persons is None  # refused before
+def _private_statistics(asked: InputFeatures, inputs: Tensor, stream: Stream) -> Statistics:
     (mean_bound, mean_event), (square_bound, square_event) = (
         private_quantile(
             rows.norm(dim=1),
@@ -317,27 +327,5 @@ def _private_statistics(
         noise_multiplier=asked.statistics_noise,
         stream=stream,
     )
-    # What was drawn must be what the plan was charged for.
     assert (mean_event, square_event, *found.events) == asked.setup
     return {CHANNEL_MEAN: found.mean.cpu(), DEVIATION: found.deviation.cpu()}
-
-
-def _private_mean(
-    asked: InputFeatures, inputs: Tensor, stream: Stream, persons: Persons | None
-) -> Statistics:
-    rows = inputs if persons is None else persons.means(inputs)
-    mean, event = private_mean(rows, asked.mean_noise, stream)
-    assert (event,) == asked.setup  # what was drawn must be what the plan was charged for
-    return {CENTRE: mean.cpu()}
-
-
-def _private_levels(
-    asked: InputFeatures, inputs: Tensor, stream: Stream, persons: Persons | None
-) -> Statistics:
-    assert asked.binned is not None
-    numbers = inputs[:, list(asked.binned.numbers)]
-    levels, event = private_levels(
-        numbers, asked.histograms_noise, stream, None if persons is None else persons.weights
-    )
-    assert (event,) == asked.setup  # what was drawn must be what the plan was charged for
-    return {LEVELS: levels.cpu()}

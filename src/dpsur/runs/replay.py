@@ -132,9 +132,16 @@ def _commitments(kept: _Kept, last: Progress) -> tuple[dict[str, str], list[int]
         raise CheckpointError(
             f"{kept.folder.update(number)} is not the state that the run ended in; restore the file"
         )
+    assert session.records is not None
+    leaves: list[str] = []
+    for part in session.records.parts(1024):
+        rows = [value.detach().cpu() for value in tensors_of((part.inputs, part.targets))]
+        for record in zip(*rows, strict=True):
+            named = {str(place): value for place, value in enumerate(record)}
+            leaves.append(digest_of(named, _salt(key, "record", len(leaves))))
     made = {
         "chain": chain,
-        "records": merkle_root(list(_record_leaves(session, key))),
+        "records": merkle_root(leaves),
         "key": _salt(key, "key"),
         "device": _device(session),
     }
@@ -144,17 +151,6 @@ def _commitments(kept: _Kept, last: Progress) -> tuple[dict[str, str], list[int]
 def _salt(key: Key, *words: object) -> str:
     text = " ".join(["replay", *map(str, words)]).encode()
     return hashlib.blake2b(text, key=key.content, digest_size=32).hexdigest()
-
-
-def _record_leaves(session: Session, key: Key) -> Iterator[str]:
-    assert session.records is not None
-    number = 0
-    for part in session.records.parts(1024):
-        rows = [value.detach().cpu() for value in tensors_of((part.inputs, part.targets))]
-        for record in zip(*rows, strict=True):
-            named = {str(place): value for place, value in enumerate(record)}
-            yield digest_of(named, _salt(key, "record", number))
-            number += 1
 
 
 def merkle_root(leaves: Sequence[str]) -> str:

@@ -315,7 +315,12 @@ class ActiveRun:
         position = self._session.plan.elapsed(progress.ledger)
         if self._evaluation_is_due(self._evaluated_at, position):
             self._evaluated_at = position
-            self._evaluate(progress)
+            session = self._session
+            if session.test is not None and self._observers:
+                scores = evaluate(session.problem, progress.state.released_params, session.test)
+                spent = session.plan.spent(progress.ledger)
+                for observer in self._observers:
+                    observer.evaluated(progress, scores, spent)
         stop = self._session.ranks.any(self._stop_requested())
         every = self._session.config.intervals.checkpoint_every
         if stop or progress.ledger.trials // every > self._saved_at // every:
@@ -361,13 +366,3 @@ class ActiveRun:
         length = session.plan.duration
         every = session.config.intervals.evaluate_every or max(1, length // EVALUATIONS_PER_RUN)
         return position // every > last // every or position == length
-
-    def _evaluate(self, progress: Progress) -> None:
-        session = self._session
-        if session.test is None or not self._observers:
-            return
-        released = progress.state.released_params
-        scores = evaluate(session.problem, released, session.test)
-        spent = session.plan.spent(progress.ledger)
-        for observer in self._observers:
-            observer.evaluated(progress, scores, spent)
