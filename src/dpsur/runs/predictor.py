@@ -22,6 +22,7 @@ import logging
 import os
 import shutil
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -218,18 +219,6 @@ TRACED, COMPARED = 4, 5
 TOLERANCE = 1e-5
 
 
-class ExportedModel(nn.Module):
-    """What a program computes: `inputs` makes numbers of the model's, `outputs` probabilities."""
-
-    def __init__(self, inputs: nn.Module, module: nn.Module, outputs: nn.Module) -> None:
-        super().__init__()
-        self.inputs, self.module, self.outputs = inputs, module, outputs
-
-    def forward(self, records: Tensor) -> Tensor:
-        found: Tensor = self.outputs(self.module(self.inputs(records)))
-        return found
-
-
 class SchemaRows(nn.Module):
     """The encoding of a schema, as `Schema.inputs` gives it: of values, places and word counts.
 
@@ -312,7 +301,9 @@ def export(model: Predictor, folder: Path, *, example: Any = None, onnx: bool = 
                 "ONNX needs the packages onnx and onnxscript; run: pip install 'dpsur[onnx]'"
             ) from None
     inputs, records = _inputs(model, example)
-    whole = ExportedModel(inputs, model.module, _outputs(model)).cpu().eval()
+    # from numbers of records to probabilities, or to numbers in their units
+    parts = {"inputs": inputs, "module": model.module, "outputs": _outputs(model)}
+    whole = nn.Sequential(OrderedDict(parts)).cpu().eval()
     traced = _cut(records, TRACED)
     with _quiet(), torch.no_grad():
         try:

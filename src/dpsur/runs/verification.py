@@ -7,6 +7,10 @@ weights   their hash, and private statistics among them that must have been char
 pages     render them, and compare
 opinion   ask dp-accounting for the same figures
 plan      settle the method again with the stated settings, and compare the mechanisms
+
+A value of a statement is rebuilt from the rest of it and compared, or taken over if nothing else
+decides it; `CHECKED` and `NOT_CHECKED` say which, and `dpsur verify --help` prints them. A file may
+hold anything: what cannot be read as a run writes it is a fault in one line.
 """
 
 import json
@@ -94,17 +98,9 @@ STATISTICS_OF = {
 }
 VERSION = re.compile(r"\d[\w.+!-]*|absent")
 PUBLIC = (
-    "classes",
-    "keep_fraction",
-    "schema",
-    "labels",
-    "inputs",
-    RECORDS_PER_PERSON,
-    DECLARED_SIZE,
-    SAMPLED_BY,
-    GROUP_SIZE,
+    *("classes", "keep_fraction", "schema", "labels", "inputs"),
+    *(RECORDS_PER_PERSON, DECLARED_SIZE, SAMPLED_BY, GROUP_SIZE),
 )
-HELD_OUT = ("quantity", "value", "standard_error")
 METRIC = ("test", "after", "quantity", "learning_rate", "value", "scale", "standard_error")
 # The earlier format: what it lists for options that were left open, options that came after it,
 # what tests measured before the Brier score, and a setting that custom loops had.
@@ -402,7 +398,8 @@ def _holdout(held: Mapping[str, Any], statement: Mapping[str, Any]) -> dict[str,
         raise InvalidInputError(
             f"the held-out figures cost epsilon {found['epsilon']}, more than the guarantee"
         )
-    found["figures"] = [{key: row[key] for key in HELD_OUT} for row in held["figures"]]
+    columns = ("quantity", "value", "standard_error")
+    found["figures"] = [{key: row[key] for key in columns} for row in held["figures"]]
     return found
 
 
@@ -526,13 +523,13 @@ def plan_faults(written: Mapping[str, Any]) -> list[str]:
     if faults:
         return faults
     given = {k: v for k, v in settings.items() if v is not None and v != usual.get(k)}
-    budget, charged = statement["budget"], mechanism["setup"]
+    budget = statement["budget"]
     try:
         settled, plan = kind(**given).resolve(
             statement["dataset_size"],
             Budget(math.inf if budget["epsilon"] is None else budget["epsilon"], budget["delta"]),
             statement["guarantee"]["accounting"],
-            tuple(event_from_json(event) for event in charged),
+            tuple(event_from_json(event) for event in mechanism["setup"]),
         )
     except BudgetError as error:
         return [f"the settings do not fit the budget: {error}"]
@@ -546,7 +543,12 @@ def plan_faults(written: Mapping[str, Any]) -> list[str]:
         due = {key: v for key, v in due.items() if v is not None or key not in SINCE_EARLIER}
     else:
         due = used_settings(due)
-    found = [*differences(settings, due, GIVEN, "settings")]
+    return [*differences(settings, due, GIVEN, "settings"), *_mechanism_faults(statement, plan)]
+
+
+def _mechanism_faults(statement: Mapping[str, Any], plan: Plan) -> Iterator[str]:
+    """Where the stated mechanism is not that of a plan by the stated settings."""
+    mechanism = statement["mechanism"]
     expected = finite(stated_mechanism(plan, stated_ledger(statement)))
     if "menu" in expected and "menu" in mechanism:
         # Its noise was chosen for a typical update, and for all updates of a run that may have
@@ -560,14 +562,18 @@ def plan_faults(written: Mapping[str, Any]) -> list[str]:
         expected["trial"]["update"]["noise_multiplier"] = noise
         expected["menu"]["steps"] = mechanism["menu"]["steps"]
     allowed = mechanism["filter"]
-    if plan.filter is not None and allowed is not None and "norm_batch_size" in settings:
+    if (
+        plan.filter is not None
+        and allowed is not None
+        and "norm_batch_size" in statement["settings"]
+    ):
         # Noise may have been given for a typical update, which decided the order.
         most = RenyiFilter.for_budget(plan.kept_budget, allowed["order"]).allowance
         noise = mechanism["trial"]["update"]["noise_multiplier"]
         expected["trial"]["update"]["noise_multiplier"] = noise
         expected["filter"] |= {"order": allowed["order"], "allowance": most}
     exact = plan.filter is None and not (plan.menu is not None and plan.tests)
-    return [*found, *differences(mechanism, expected, GIVEN if exact else SEARCHED, "mechanism")]
+    yield from differences(mechanism, expected, GIVEN if exact else SEARCHED, "mechanism")
 
 
 def _loop_faults(statement: Mapping[str, Any]) -> list[str]:
@@ -668,10 +674,8 @@ def _page_faults(folder: Path, statement: dict[str, Any]) -> list[str]:
     for name, render in pages.items():
         try:
             text = (folder / name).read_text(encoding="utf-8")
-        except OSError as error:
-            faults.append(f"{name} cannot be read: {error.strerror}")
-        except ValueError as error:
-            faults.append(f"{name} cannot be read: {error}")
+        except (OSError, ValueError) as error:
+            faults.append(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
         else:
             if text != render(statement):
                 faults.append(f"{name} does not say what {STATEMENT} does")
