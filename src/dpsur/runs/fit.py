@@ -71,7 +71,7 @@ from dpsur.runs.release import (
 from dpsur.runs.replay import commitments, stated_commitments
 from dpsur.runs.replay import replay as replay_run
 from dpsur.runs.result import Run, finish_run, known_origin, objections
-from dpsur.runs.session import Observer, Session
+from dpsur.runs.session import ActiveRun, Observer, Session
 from dpsur.runs.tasks import (
     Given,
     better_for_images,
@@ -545,7 +545,7 @@ class _Interleaved:
         if session.streams.device.type == "cuda":
             self._stream = torch.cuda.Stream(session.streams.device)  # type: ignore[no-untyped-call]
         with self._own_stream():
-            self._active = session.start([self._recorder, *observers])
+            self._active = ActiveRun(session, [self._recorder, *observers])
 
     def launch(self) -> None:
         with self._own_stream():

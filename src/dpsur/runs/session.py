@@ -132,7 +132,7 @@ class Session:
     ) -> Progress:
         """Make the planned trials, saving checkpoints where there is a folder."""
         with self.arithmetic():
-            active = self.start(observers, folder, resume, stop_requested)
+            active = ActiveRun(self, observers, folder, resume, stop_requested)
             try:
                 while not active.finished:
                     active.launch()
@@ -160,19 +160,6 @@ class Session:
             precision(self.config.performance.tf32, whole_run=True),
         ):
             yield
-
-    def start(
-        self,
-        observers: Sequence[Observer] = (),
-        folder: RunFolder | None = None,
-        resume: bool = False,
-        stop_requested: Callable[[], bool] = lambda: False,
-    ) -> "ActiveRun":
-        """Begin the run, or resume it from its checkpoint.
-
-        The active run has to be driven with the `arithmetic` of the session, on one CUDA stream.
-        """
-        return ActiveRun(self, observers, folder, resume, stop_requested)
 
     def loop(self, progress: Progress) -> Loop:
         """CUDA graphs where the device and the procedure allow it, else one trial at a time.
@@ -250,15 +237,18 @@ class Session:
 
 
 class ActiveRun:
-    """A run under way: blocks of trials, with checkpoints and evaluations between them."""
+    """A run under way: blocks of trials, with checkpoints and evaluations between them.
+
+    It has to be driven with the `arithmetic` of the session, on one CUDA stream.
+    """
 
     def __init__(
         self,
         session: Session,
-        observers: Sequence[Observer],
-        folder: RunFolder | None,
-        resume: bool,
-        stop_requested: Callable[[], bool],
+        observers: Sequence[Observer] = (),
+        folder: RunFolder | None = None,
+        resume: bool = False,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         if session.config.intervals.replayable and (folder is None or session.ranks.size > 1):
             raise InvalidInputError(
