@@ -22,8 +22,8 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 
 from dpsur import checks
 from dpsur.attacks import suite
-from dpsur.attacks.metrics import Scores
-from dpsur.attacks.suite import AttackScores, with_control
+from dpsur.attacks.metrics import SHUFFLED, Scores
+from dpsur.attacks.suite import AttackScores
 from dpsur.attacks.targets import (
     Models,
     Split,
@@ -433,3 +433,27 @@ def _parted(examples: Examples, count: int, seed: int) -> tuple[Examples, Exampl
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
     order = order.to(examples.inputs.device)
     return examples.select(order[:count]), examples.select(order[count:])
+
+
+def with_control(
+    name: str,
+    attack: Callable[[Examples, Examples], Scores],
+    members: Examples,
+    others: Examples,
+    seed: int,
+) -> dict[str, Scores]:
+    """The attack, and the same attack on records whose membership was drawn by lot.
+
+    It learns from the membership, so its control has to learn again.
+    """
+    lots = torch.randperm(
+        len(members) + len(others), generator=torch.Generator().manual_seed(seed)
+    ).to(members.inputs.device)
+    inputs = torch.cat([members.inputs, others.inputs])
+    targets = torch.cat([members.targets, others.targets])
+    both = Examples(inputs, targets)
+    shuffled = both.select(lots[: len(members)]), both.select(lots[len(members) :])
+    return {
+        name: attack(members, others),
+        name + SHUFFLED: attack(*shuffled),
+    }

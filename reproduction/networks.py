@@ -3,11 +3,33 @@
 Importing `reproduction` registers them by name, so that runs and releases find them in a checkout.
 """
 
+import torch
 from torch import Tensor, nn
 
 from dpsur import checks
 from dpsur.networks import NETWORKS
-from dpsur.networks.general import Activation, build_activation
+from dpsur.networks.general import ACTIVATIONS, Activation, build_activation
+
+
+class TemperedSigmoid(nn.Module):
+    """`scale * sigmoid(temperature * x) - offset`, bounded so that gradients stay small.
+
+    Papernot et al., "Tempered sigmoid activations for deep learning with differential privacy"
+    (2021). The default (2, 2, 1) is tanh.
+    """
+
+    def __init__(self, scale: float = 2.0, temperature: float = 2.0, offset: float = 1.0) -> None:
+        super().__init__()
+        checks.positive("scale", scale)
+        checks.positive("temperature", temperature)
+        checks.finite("offset", offset)
+        self.scale, self.temperature, self.offset = scale, temperature, offset
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.scale * torch.sigmoid(self.temperature * inputs) - self.offset
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}, temperature={self.temperature}, offset={self.offset}"
 
 
 def cifar_pixel_cnn(classes: int = 10, activation: Activation = "tanh") -> nn.Module:
@@ -92,6 +114,7 @@ def _head(width: int, classes: int) -> nn.Module:
     return nn.Linear(width, classes)
 
 
+ACTIVATIONS["tempered-sigmoid"] = TemperedSigmoid
 NETWORKS |= {
     "cifar-pixel-cnn": cifar_pixel_cnn,
     "scattering-cnn": scattering_cnn,

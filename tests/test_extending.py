@@ -19,11 +19,11 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.methods import Dpsgd
 from dpsur.networks import build_network
-from dpsur.networks.general import TemperedSigmoid
 from dpsur.per_example import clipped_sum
 from dpsur.privacy.budget import Budget
 from dpsur.runs.fit import fit
 from dpsur.tasks import task_named
+from reproduction.networks import TemperedSigmoid
 from tests.cli.test_commands import dpsur
 from tests.conftest import blobs, small_model
 from tests.per_example.test_gradient_rules import (

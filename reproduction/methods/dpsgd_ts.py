@@ -11,8 +11,8 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.gates import Metrics
 from dpsur.methods.gradient_method import GradientMethod
-from dpsur.networks.general import TemperedSigmoid
 from dpsur.options import option
+from reproduction.networks import TemperedSigmoid
 
 # Activations whose place a tempered sigmoid takes.
 REPLACED = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, TemperedSigmoid)

@@ -14,7 +14,6 @@ from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
 from dpsur.functional.records import Examples
-from dpsur.networks.general import TemperedSigmoid
 from dpsur.runs.fit import execute
 from dpsur.runs.tasks import (
     build_task_session,
@@ -24,6 +23,7 @@ from dpsur.runs.tasks import (
 )
 from dpsur.tasks import TASKS
 from reproduction import methods
+from reproduction.networks import TemperedSigmoid
 from reproduction.training import held_out, with_features
 from tests.conftest import blobs
 from tests.methods.problems import BUDGET, CPU, NOISE, tiny_images

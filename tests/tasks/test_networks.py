@@ -11,9 +11,10 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.networks import NETWORKS, build_network
-from dpsur.networks.general import TemperedSigmoid, build_activation
+from dpsur.networks.general import build_activation
 from dpsur.per_example import check_model
 from dpsur.per_example.clipping import strategy_for
+from reproduction.networks import TemperedSigmoid
 
 TEMPERED = {"name": "tempered-sigmoid", "scale": 1.5, "temperature": 3.0, "offset": 0.5}
 # name -> parameters, shape of an input, classes

@@ -3,9 +3,8 @@
 Attacks that score records: correctness, confidence, likelihood ratio, relative likelihood.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -161,7 +160,6 @@ def rmia_scores(records: Tensor, population: Tensor, gamma: float = GAMMA) -> Ar
     return np.asarray((share + tie_break).cpu().numpy())
 
 
-Guess = Callable[[Examples, Examples], Scores]
 # attack -> what it does
 ATTACKS = {
     "gap": "whoever is classified correctly is taken for a member",
@@ -186,9 +184,14 @@ class AttackScores:
 
     @staticmethod
     def of(
-        target: Models, members: Examples, others: Examples, scores: dict[str, Scores]
+        target: Models, members: Examples, others: Examples, found: dict[str, Scores], seed: int
     ) -> "AttackScores":
-        """With the accuracies of the target on both sides."""
+        """With controls, and the accuracies of the target on both sides."""
+        scores: dict[str, Scores] = {}
+        for name, values in found.items():
+            scores[name] = values
+            if name != "gap":
+                scores[name + SHUFFLED] = shuffled(values, seed)
         return AttackScores(scores, _accuracy(target, members), _accuracy(target, others))
 
 
@@ -219,68 +222,45 @@ def attack_trained(
     """Attack a target of this split; `trainer` makes the shadow models that some attacks need."""
     members = split.members(seed)
     sides = split.examples(members), split.examples(split.target_test)
-    scores = attack_answers(target, *sides, names, seed)
+    scores = attack_answers(target, *sides, names)
     if any(name in BY_SHADOWS for name in names):
         found = _by_shadows(split, trainer, target, members, seed, shadow_models)
-        for name in names:
-            scores |= found.get(name, {})
+        scores |= {name: found[name] for name in names if name in found}
     if split.persons is not None:
-        scores = on_persons(scores, split.persons[members], split.persons[split.target_test], seed)
-    return AttackScores.of(
-        target, split.examples(split.target_train), split.examples(split.target_test), scores
-    )
+        scores = on_persons(scores, split.persons[members], split.persons[split.target_test])
+    sides = split.examples(split.target_train), split.examples(split.target_test)
+    return AttackScores.of(target, *sides, scores, seed)
 
 
 def attack_answers(
-    target: Models, members: Examples, others: Examples, names: Sequence[str], seed: int
+    target: Models, members: Examples, others: Examples, names: Sequence[str]
 ) -> dict[str, Scores]:
     """The attacks that need the target's answers and nothing else."""
-    scores: dict[str, Scores] = {}
-    if "gap" in names:
-        scores["gap"] = gap_attack(target, members, others)
-    if "confidence" in names:
-        attack = partial(confidence_attack, target)
-        scores |= with_control("confidence", attack, members, others, seed)
-    return scores
-
-
-def on_persons(
-    scores: dict[str, Scores], members: Tensor, others: Tensor, seed: int
-) -> dict[str, Scores]:
-    """The same attacks on the persons of these records; controls draw persons by lot."""
-    found: dict[str, Scores] = {}
-    for name, of_records in scores.items():
-        if name.endswith(SHUFFLED):
-            of_persons = found[name.removesuffix(SHUFFLED)]
-            both = np.concatenate([of_persons.members, of_persons.others])
-            lots = torch.randperm(len(both), generator=torch.Generator().manual_seed(seed))
-            found[name] = Scores.apart(both, (lots < len(of_persons.members)).numpy())
-        else:
-            found[name] = of_records.of_persons(members.numpy(), others.numpy())
-    return found
-
-
-def with_control(
-    name: str, attack: Guess, members: Examples, others: Examples, seed: int
-) -> dict[str, Scores]:
-    """The attack, and the same attack on records whose membership was drawn by lot."""
-    lots = torch.randperm(
-        len(members) + len(others), generator=torch.Generator().manual_seed(seed)
-    ).to(members.inputs.device)
-    inputs = torch.cat([members.inputs, others.inputs])
-    targets = torch.cat([members.targets, others.targets])
-    both = Examples(inputs, targets)
-    shuffled = both.select(lots[: len(members)]), both.select(lots[len(members) :])
+    attacks = {"gap": gap_attack, "confidence": confidence_attack}
     return {
-        name: attack(members, others),
-        name + SHUFFLED: attack(*shuffled),
+        name: attack(target, members, others) for name, attack in attacks.items() if name in names
     }
+
+
+def on_persons(scores: dict[str, Scores], members: Tensor, others: Tensor) -> dict[str, Scores]:
+    """The same attacks on the persons of these records."""
+    return {
+        name: found.of_persons(members.numpy(), others.numpy()) for name, found in scores.items()
+    }
+
+
+def shuffled(scores: Scores, seed: int) -> Scores:
+    """The control: the same scores, their membership drawn by lot."""
+    both = np.concatenate([scores.members, scores.others])
+    lots = torch.randperm(len(both), generator=torch.Generator().manual_seed(seed)).numpy()
+    count = len(scores.members)
+    return Scores(both[lots[:count]], both[lots[count:]], scores.threshold)
 
 
 def _by_shadows(
     split: Split, trainer: Trainer, target: Models, members: Tensor, seed: int, count: int
-) -> dict[str, dict[str, Scores]]:
-    """By attack, its scores and those of its control, all from the same shadow models."""
+) -> dict[str, Scores]:
+    """The scores of every attack, all from the same shadow models."""
     candidates = torch.cat([members, split.target_test])
     asked = torch.cat([candidates, split.shadow_test])  # the last are the population of RMIA
     size = len(split.target_train)
@@ -294,14 +274,9 @@ def _by_shadows(
     for online, name in ((True, "rmia-online"), (False, "rmia-offline")):
         ratio = relative_likelihood(own, theirs, torch.from_numpy(shadows.member), online=online)
         found[name] = rmia_scores(ratio[: len(candidates)], ratio[len(candidates) :])
-    is_member = torch.arange(len(candidates)) < len(members)
-    lots = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
-    sides = {"": is_member.numpy(), SHUFFLED: is_member[lots].numpy()}
+    is_member = np.arange(len(candidates)) < len(members)
     return {
-        name: {
-            name + control: Scores.apart(values[: len(candidates)], flags, THRESHOLDS.get(name))
-            for control, flags in sides.items()
-        }
+        name: Scores.apart(values[: len(candidates)], is_member, THRESHOLDS.get(name))
         for name, values in found.items()
     }
 

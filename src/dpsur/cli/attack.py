@@ -234,10 +234,10 @@ def _release(options: argparse.Namespace, names: list[str], device: torch.device
     for part in (members, others):
         check_fits(model, part, task.loss, task.name)
     target = Models([model])
-    scores = attack_answers(target, members, others, names, options.seed)
+    scores = attack_answers(target, members, others, names)
     if task.persons is not None:
-        scores = on_persons(scores, train_of[chosen], test_of[rest_of], options.seed)
-    return AttackScores.of(target, members, others, scores)
+        scores = on_persons(scores, train_of[chosen], test_of[rest_of])
+    return AttackScores.of(target, members, others, scores, options.seed)
 
 
 def _task_of_release(options: argparse.Namespace, name: str | None) -> Task:

@@ -7,6 +7,7 @@ The non-private reference: the same networks and batches, without clipping or no
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -184,24 +185,21 @@ class PlainGradient(GradientSource):
 
 def _mean_gradient(problem: Problem, params: Params, batch: Batch) -> Params:
     count = batch.count().clamp(min=1)
+    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    gradients: Sequence[Tensor]
+    if not len(batch):  # no rows of this rank, which adds nothing to the mean over all
+        gradients = [torch.zeros_like(value) for value in params.values()]
+    else:
+        with torch.enable_grad(), mode(problem.model, training=True):
+            outputs = call_on(problem.model, leaves, batch.examples.inputs)
+            losses = example_losses(problem.loss, outputs, batch.examples.targets)
+            gradients = torch.autograd.grad(
+                batch.own_sum(losses) / count,
+                list(leaves.values()),
+                allow_unused=True,
+                materialize_grads=True,
+            )
     reduction = Reduction(batch.ranks)
-    for name, value in _own_gradient(problem, params, batch, count).items():
+    for name, value in zip(params, gradients, strict=True):
         reduction.add(name, value)
     return reduction.result()
-
-
-def _own_gradient(problem: Problem, params: Params, batch: Batch, count: Tensor) -> Params:
-    """What the rows of this rank add to the mean over all `count` rows."""
-    if not len(batch):
-        return {name: torch.zeros_like(value) for name, value in params.items()}
-    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-    with torch.enable_grad(), mode(problem.model, training=True):
-        outputs = call_on(problem.model, leaves, batch.examples.inputs)
-        losses = example_losses(problem.loss, outputs, batch.examples.targets)
-        gradients = torch.autograd.grad(
-            batch.own_sum(losses) / count,
-            list(leaves.values()),
-            allow_unused=True,
-            materialize_grads=True,
-        )
-    return dict(zip(leaves, gradients, strict=True))
