@@ -23,8 +23,8 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from dpsur import checks
 from dpsur.attacks import suite
 from dpsur.attacks.metrics import SHUFFLED, Scores
-from dpsur.attacks.suite import AttackScores
-from dpsur.attacks.targets import (
+from dpsur.attacks.suite import (
+    AttackScores,
     Models,
     Split,
     Trainer,

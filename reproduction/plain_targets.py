@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from dpsur import checks
-from dpsur.attacks.targets import Models, plain_network
+from dpsur.attacks.suite import Models, plain_network
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.process_settings import precision

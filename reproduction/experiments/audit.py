@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dpsur import figure_style as style
-from dpsur.attacks.targets import as_seen_by
+from dpsur.attacks.suite import as_seen_by
 from dpsur.audits.bounds import CONTRADICTED, Finding
 from dpsur.audits.canaries import gradient_canaries
 from dpsur.audits.training import ONE_RUN, ceiling

@@ -26,7 +26,7 @@ from dpsur.attacks.metrics import (
     rates_of,
     share_between,
 )
-from dpsur.attacks.targets import RunTrainer, Trainer, attacked_pool, split_pool
+from dpsur.attacks.suite import RunTrainer, Trainer, attacked_pool, split_pool
 from dpsur.config import Intervals, Performance, RunConfig
 from dpsur.features import NONE, compute, features_named
 from dpsur.functional.records import Examples

@@ -61,7 +61,6 @@ IMDB_TASK = Task(
     summary="IMDb film reviews, 80 tokens each (25,000 to train, 25,000 to test)",
     networks={TOKENS: {"name": "imdb-lstm"}},
     load=load,
-    better="imdb-words",
 )
 
 

@@ -9,22 +9,20 @@ from torch import nn
 from dpsur.attacks.metrics import Scores, measure
 from dpsur.attacks.suite import (
     SHUFFLED,
+    Models,
+    as_many,
     gap_attack,
+    join,
     lira_offline,
     lira_online,
+    log_odds,
     random_parts,
     relative_likelihood,
     rmia_scores,
+    split_pool,
     target_log_odds,
     train_shadows,
     true_probability,
-)
-from dpsur.attacks.targets import (
-    Models,
-    as_many,
-    join,
-    log_odds,
-    split_pool,
 )
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples

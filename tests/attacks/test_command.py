@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dpsur
-from dpsur.attacks.targets import RunTrainer, attacked_pool
+from dpsur.attacks.suite import RunTrainer, attacked_pool
 from dpsur.cli import main
 from dpsur.config import RunConfig
 from dpsur.features import compute, features_named

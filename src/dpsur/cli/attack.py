@@ -14,17 +14,15 @@ from dpsur.attacks.metrics import curve_of, draw_roc, hits_of, measure
 from dpsur.attacks.suite import (
     ATTACKS,
     AttackScores,
-    attack_answers,
-    attack_target,
-    check_attacks,
-    on_persons,
-)
-from dpsur.attacks.targets import (
     Models,
     RunTrainer,
     as_seen_by,
+    attack_answers,
+    attack_target,
     attacked_pool,
+    check_attacks,
     count_persons,
+    on_persons,
     plain_features,
     split_pool,
     whole_persons,

@@ -220,11 +220,8 @@ def _explain(config: RunConfig) -> None:
     options = asdict(config.method)
     for line in explain_auto(facts, config.features, config.normalisation, options, budget):
         print(f"dpsur: {line}", file=sys.stderr)
-    notes = ["override any of these by its option; naming a method turns auto off"]
-    if task.better is not None:
-        notes.append(f"--task {task.better} trains a more accurate model on the same records")
-    for note in notes:
-        print(f"dpsur: {note}", file=sys.stderr)
+    note = "override any of these by its option; naming a method turns auto off"
+    print(f"dpsur: {note}", file=sys.stderr)
 
 
 def _announce(session: Session) -> None:

@@ -65,8 +65,8 @@ class Task:
     standardised with, None for images in [0, 1]. `records`, `shape` and `classes` are the number of
     training records, the shape of one and the number of classes, where they are known beforehand.
     `kind` says what the records are where their shape does not: `words` are rows of norm 1.
-    `models` are networks that can be chosen by name instead of the default. `better` names a task
-    on the same records whose model is more accurate. Of a table, `target` is what is predicted
+    `models` are networks that can be chosen by name instead of the default. Of a table, `target` is
+    what is predicted
     (`classes`, `labels` or `number`) and by how many outputs, and `table` where its numbers are.
     `private` are counts of the training records for the private folder, `warnings` what the public
     test records show. `persons` are numbers of the persons whom the training records belong to,
@@ -86,7 +86,6 @@ class Task:
     classes: int | None = None
     kind: str | None = None
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    better: str | None = None
     target: tuple[str, int] | None = None
     table: TableLayout | None = None
     private: Mapping[str, Any] = field(default_factory=dict)
