@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,7 +80,9 @@ class RecordLevel(TorchFunctionMode):
     def entered(self) -> Iterator["RecordLevel"]:
         """The level, with the weights of the tape in the modules and rules in force."""
         with ExitStack() as stack:
-            stack.enter_context(_tracing_transformers())
+            masks = sys.modules.get("transformers.masking_utils")
+            if hasattr(masks, "is_tracing"):  # explicit masks, as for export: no values are read
+                stack.enter_context(_replaced(masks, "is_tracing", lambda *_, **__: True))
             stack.enter_context(only_trusted_rules())
             stack.enter_context(_replaced(torch._C._functorch, "get_unwrapped", _refuse_unwrapping))
             stack.enter_context(self._running())
@@ -89,10 +92,20 @@ class RecordLevel(TorchFunctionMode):
     def _running(self) -> Iterator[None]:
         """What code needs that runs in the level, now or when a checkpoint runs it again."""
         self._members = [every_module(model) for model in self._models]
+        params = self.tape.params
+
+        def weight(_: str, value: Tensor) -> Tensor:
+            """Detached, so that gradients reach the tape and nothing else."""
+            name = self.tape.names.get(id(value))
+            return value.detach() if name is None else params[name]
+
         with ExitStack() as stack:
             for holder, name, value in self._checkpoints():
                 stack.enter_context(_replaced(holder, name, value))
-            stack.enter_context(self._weights())
+            for model, members in zip(self._models, self._members, strict=True):
+                if self.tape.swaps_weights:
+                    stack.enter_context(use_weights(model, weight))
+                stack.enter_context(without_flattening(members))
             stack.enter_context(self.rules())
             stack.enter_context(self._inside())
             yield
@@ -111,43 +124,24 @@ class RecordLevel(TorchFunctionMode):
             self.number, self._paused = number, paused
 
     @contextmanager
-    def _weights(self) -> Iterator[None]:
-        """Detached weights in the modules, so that gradients reach the tape and nothing else."""
-        names, params = self.tape.names, self.tape.params
-
-        def weight(_: str, value: Tensor) -> Tensor:
-            name = names.get(id(value))
-            return value.detach() if name is None else params[name]
-
-        with ExitStack() as stack:
-            for model, members in zip(self._models, self._members, strict=True):
-                if self.tape.swaps_weights:
-                    stack.enter_context(use_weights(model, weight))
-                stack.enter_context(without_flattening(members))
-            yield
-
-    @contextmanager
     def rules(self) -> Iterator[None]:
         """Put rules in the place of the forward methods of layers."""
         changed: list[dict[str, Any]] = []
         try:
             for members in self._members:
                 for module, name in members.items():
+                    trained = self.tape.trains(module) or isinstance(module, _ALWAYS)
+                    rules = RULES if trained else FASTER
+                    kind = kind_of(module, rules)
                     fault = layer_fault(module) if module.training else None
                     if fault is not None:
-                        vars(module)["forward"] = partial(_refuse, fault.describe(name, module))
-                        changed.append(vars(module))
+                        forward = partial(_refuse, fault.describe(name, module))
+                    elif kind is not None:
+                        forward = partial(self._layer, rules[kind], kind, module, module.forward)
+                    else:
                         continue
-                    rules = (
-                        RULES if self.tape.trains(module) or isinstance(module, _ALWAYS) else FASTER
-                    )
-                    kind = kind_of(module, rules)
-                    if kind is not None:
-                        own = vars(module)
-                        own["forward"] = partial(
-                            self._layer, rules[kind], kind, module, module.forward
-                        )
-                        changed.append(own)
+                    vars(module)["forward"] = forward
+                    changed.append(vars(module))
             yield
         finally:
             for own in changed:
@@ -248,14 +242,41 @@ class RecordLevel(TorchFunctionMode):
             return own(*args, **kwargs)  # followed through its operations
         try:
             if any(map(self.tape.follows, given)):  # a weight is the layer's input
-                entered = [self._copy(value) for value in given]
-                args, kwargs = with_tensors((args, kwargs), entered)
-            boundary: Callable[..., Any] = _LAYERS.get(kind, _usual)
-            found = boundary(self, rule, module, args, kwargs)
+                given = [self._copy(value) for value in given]
+                args, kwargs = with_tensors((args, kwargs), given)
+            if kind in _LAYERS:
+                found = _LAYERS[kind](self, rule, module, args, kwargs)
+            else:
+                found = self._batched(
+                    partial(rule, module, self.tape), _least_rank(kind, module), given, args, kwargs
+                )
             self._note(found)
             return found
         except NotSupportedError:
             return own(*args, **kwargs)
+
+    def _batched(
+        self,
+        rule: Callable[..., Any],
+        least_rank: int,
+        records: list[Tensor],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """One call for all records, which are in front of those tensors that belong to them.
+
+        The first of them has the rows that a record has, or no such dimension: then it has the
+        least rank that the rule takes.
+        """
+        with torch._C.DisableTorchFunction():  # nothing here is for the level to answer
+            first = records[0]
+            fold = Layout(0, first.shape[0] if first.dim() > least_rank else None)
+            places = {id(value): fold.into(self.show(value)) for value in records}
+        given = [places.get(id(value), value) for value in tensors_of((args, kwargs))]
+        with self._outside(fold):
+            args, kwargs = with_tensors((args, kwargs), given)
+            back = map_tensors(fold.back, rule(*args, **kwargs))
+        return map_tensors(self.hide, back)
 
     def _on_top(self) -> bool:
         top = peek_interpreter_stack()
@@ -324,8 +345,14 @@ class RecordLevel(TorchFunctionMode):
             ):  # as drawn at random for each
                 return found
         elif func in OPERATION_RULES and self._on_top():
+            records = [value for value in call.given if self.holds(value)]
+            rank = _LEAST_RANKS.get(func, 1)
+            if func in (F.layer_norm, F.rms_norm):
+                rank = len(kwargs["normalized_shape"] if len(args) < 2 else args[1])
             try:
-                return _operation(self, func, args, kwargs)
+                if len(records) == 1:  # no rule is for several, and a weight
+                    rule = partial(OPERATION_RULES[func], tape)
+                    return self._batched(rule, rank, records, args, kwargs)
             except NotSupportedError:
                 pass
         if func in (F.embedding, F.embedding_bag):  # the padding row of one table alone is left out
@@ -357,8 +384,11 @@ class RecordLevel(TorchFunctionMode):
         """
         found = torch.utils.checkpoint
         yield found, "checkpoint", self._checkpoint
-        yield found, "CheckpointFunction", _Reentrant(self._checkpoint)
-        yield found, "_checkpoint_without_reentrant_generator", _without_recomputing
+        reentrant = SimpleNamespace(
+            apply=lambda function, _, *args: self._checkpoint(function, *args)
+        )
+        yield found, "CheckpointFunction", reentrant
+        yield found, "_checkpoint_without_reentrant_generator", lambda *_, **__: iter([None])
         for members in self._members:
             for module in members:
                 if "_gradient_checkpointing_func" in vars(module):  # of transformers
@@ -414,24 +444,9 @@ _checkpoint = torch.utils.checkpoint.checkpoint
 _generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
 
-class _Reentrant:
-    """In the place of `torch.utils.checkpoint.CheckpointFunction`."""
-
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
-        self._checkpoint = checkpoint
-
-    def apply(self, function: Callable[..., Any], _: bool, *args: Any) -> Any:
-        """A checkpoint of the level."""
-        return self._checkpoint(function, *args)
-
-
 def _without_tensors(tree: Any) -> Any:
     """The same structure around empty tensors."""
     return with_tensors(tree, [torch.empty(0) for _ in tensors_of(tree)])
-
-
-def _without_recomputing(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-    yield
 
 
 # Layers that PyTorch cannot batch, trained or not, and one that holds its weights in others.
@@ -506,51 +521,27 @@ def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
         setattr(holder, name, own)
 
 
-@contextmanager
-def _tracing_transformers() -> Iterator[None]:
-    """Have Hugging Face models build explicit masks, as for export, and read no values."""
-    masks = sys.modules.get("transformers.masking_utils")
-    if masks is None or not hasattr(masks, "is_tracing"):
-        yield
-        return
-    with _replaced(masks, "is_tracing", lambda *_args, **_kwargs: True):
-        yield
-
-
 # --- the boundary of layers ----------------------------------------------------------------------
 
 
-def _usual(
-    level: RecordLevel, rule: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Any
-) -> Any:
-    """A layer of one or several tensors with records in front."""
-    values = tensors_of((args, kwargs))
-    with torch._C.DisableTorchFunction():  # nothing here is for the level to answer
-        fold = fold_of(values[0], _least_rank(module))
-        shown = [fold.into(level.show(value)) for value in values]
-    if isinstance(module, nn.EmbeddingBag) and len(values) > 1 and values[0].dim() != 2:
-        raise NotSupportedError("bags with offsets")
-    with level._outside(fold):
-        inner_args, inner_kwargs = with_tensors((args, kwargs), shown)
-        found = rule(module, level.tape, *inner_args, **inner_kwargs)
-        back = map_tensors(fold.back, found)
-    return map_tensors(lambda value: level.hide(value, fold.axis), back)
+# The rank of the input of a layer or an operation without a batch dimension, where it is not 1.
+_LEAST_RANKS: dict[Any, int] = {
+    nn.Embedding: 0,
+    nn.Conv1d: 2,
+    nn.Conv2d: 3,
+    nn.Conv3d: 4,
+    nn.MaxPool2d: 3,
+    F.embedding: 0,
+    F.conv1d: 2,
+    F.conv2d: 3,
+    F.conv3d: 4,
+}
 
 
-def fold_of(values: Tensor, least_rank: int) -> Layout:
-    """Records in front: with the rows that a record has, or without such a dimension."""
-    return Layout(0, values.shape[0] if values.dim() > least_rank else None)
-
-
-def _least_rank(module: nn.Module) -> int:
-    """The rank of a layer's input without a batch dimension."""
+def _least_rank(kind: type[nn.Module], module: nn.Module) -> int:
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return len(module.normalized_shape)
-    return next((rank for kind, rank in _RANKS_OF_LAYERS.items() if isinstance(module, kind)), 1)
-
-
-# Where it is not 1.
-_RANKS_OF_LAYERS = {nn.Embedding: 0, nn.Conv1d: 2, nn.Conv2d: 3, nn.Conv3d: 4, nn.MaxPool2d: 3}
+    return _LEAST_RANKS.get(kind, 1)
 
 
 def _recurrent(
@@ -596,14 +587,10 @@ def _attention(
     if given.get("key_padding_mask") is not None:
         given["key_padding_mask"] = in_front.into(level.show(given["key_padding_mask"]))
     mask = given.get("attn_mask")
-    if mask is not None and level.holds(mask):
-        given["attn_mask"] = (
-            level.show(mask).repeat_interleave(module.num_heads, 0)
-            if mask.dim() == 2
-            else Layout(0, mask.shape[0]).into(level.show(mask))
-        )
-    elif mask is not None and mask.dim() == 3:
+    if mask is not None and mask.dim() == 3:
         given["attn_mask"] = Layout(0, mask.shape[0]).into(level.show(mask))
+    elif mask is not None and level.holds(mask):
+        given["attn_mask"] = level.show(mask).repeat_interleave(module.num_heads, 0)
     with level._outside(fold):
         output, weights = rule(module, level.tape, **given)
         output = fold.back(output)
@@ -618,34 +605,6 @@ _LAYERS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.RNN: _recurrent,
     nn.MultiheadAttention: _attention,
 }
-
-
-# --- the boundary of operations on weights -------------------------------------------------------
-
-# The rank of the input without a batch dimension, where it is not 1.
-_RANKS = {
-    F.embedding: 0,
-    F.conv1d: 2,
-    F.conv2d: 3,
-    F.conv3d: 4,
-}
-
-
-def _operation(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation on records and weights, by its rule."""
-    values = tensors_of((args, kwargs))
-    records = [value for value in values if level.holds(value)]
-    if len(records) > 1:
-        raise NotSupportedError("an operation on several tensors of records and on a weight")
-    rank = _RANKS.get(func, 1)
-    if func in (F.layer_norm, F.rms_norm):
-        rank = len(kwargs["normalized_shape"] if len(args) < 2 else args[1])
-    fold = fold_of(records[0], rank)
-    folded = [fold.into(level.show(v)) if level.holds(v) else v for v in values]
-    inner_args, inner_kwargs = with_tensors((args, kwargs), folded)
-    with level._outside(fold):
-        found = fold.back(OPERATION_RULES[func](level.tape, *inner_args, **inner_kwargs))
-    return level.hide(found)
 
 
 # --- operations that need no weight --------------------------------------------------------------

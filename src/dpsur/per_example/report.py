@@ -3,12 +3,12 @@
 import logging
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import nn
 
 from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.process_settings import seeded_globally
-from dpsur.functional.tree import Params, TensorTree
-from dpsur.per_example.clipping import BatchSlice, make_tape, strategy_for
+from dpsur.functional.tree import TensorTree
+from dpsur.per_example.clipping import BatchSlice, make_tape, strategy_for, sum_of_outputs
 
 _log = logging.getLogger("dpsur.engine")
 _ONE_BY_ONE = "one-by-one"
@@ -62,20 +62,24 @@ def explain(model: nn.Module, inputs: TensorTree) -> EngineReport:
     The inputs are one tensor or a tree of tensors with a row per record. Print the report: it names
     what keeps the engine from being faster, or takes memory.
     """
-    return _report(Objective(model, _no_loss), inputs)
-
-
-def _no_loss(outputs: TensorTree, targets: TensorTree) -> Tensor:
-    raise NotImplementedError("an engine is chosen without a loss")
+    return _report(Objective(model, sum_of_outputs), inputs)
 
 
 def engine_report(problem: Problem) -> EngineReport:
     """The report for a problem: its model, its records and its loss."""
-    report = _report(problem, problem.train.inputs)
-    if report.reason is not None:
-        return report
-    reason = _loss_fault(problem, problem.initial_params())
-    return report if reason is None else replace(report, name=_ONE_BY_ONE, reason=reason)
+    report, params = _report(problem, problem.train.inputs), problem.initial_params()
+    plan = strategy_for(problem, params, problem.train.inputs)
+    first = problem.train.part(slice(2)).to(problem.device)
+    if report.reason is None:  # then losses may still not be computed at once
+        with seeded_globally(0, problem.device):
+            try:
+                make_tape(problem, params, BatchSlice(first), plan)
+            except Exception as error:  # what is wrong with a loss is for `check_loss` to say
+                _log.debug("dpsur: the loss fails on the first records: %s", error)
+        if not plan.records.by_construction:
+            reason = f"the loss cannot be called for all records at once: {plan.records.why_alone}"
+            return replace(report, name=_ONE_BY_ONE, reason=reason)
+    return report
 
 
 def log_engine(report: EngineReport) -> None:
@@ -91,17 +95,3 @@ def _report(objective: Objective, inputs: TensorTree) -> EngineReport:
     copies = (name for name in sorted(plan.copied) if name in params)
     large = tuple(name for name in copies if params[name].numel() > SMALL)
     return EngineReport("one-pass" if plan.reason is None else _ONE_BY_ONE, plan.reason, large)
-
-
-def _loss_fault(problem: Problem, params: Params) -> str | None:
-    """Why the losses of a batch cannot be computed at once, tried on the first records."""
-    first = problem.train.part(slice(2)).to(problem.device)
-    plan = strategy_for(problem, params, problem.train.inputs)
-    with seeded_globally(0, problem.device):
-        try:
-            make_tape(problem, params, BatchSlice(first), plan)
-        except Exception as error:  # what is wrong with a loss is for `check_loss` to say
-            _log.debug("dpsur: the loss fails on the first records: %s", error)
-    if plan.records.by_construction:
-        return None
-    return f"the loss cannot be called for all records at once: {plan.records.why_alone}"

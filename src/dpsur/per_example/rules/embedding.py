@@ -145,17 +145,12 @@ def embedding_map(
     """A table of vectors, as `F.embedding` reads it; the row at `padding_idx` is never trained."""
     if max_norm is not None or scale_grad_by_freq or sparse:
         raise NotSupportedError("embedding with max_norm, scale_grad_by_freq or sparse gradients")
-    return look_up(tape, input, weight, padding_idx)
-
-
-def look_up(tape: Tape, input: Tensor, weight: Tensor, padding: int | None = None) -> Tensor:
-    """Rows of a table by their numbers."""
-    output = F.embedding(input, weight, padding)
+    output = F.embedding(input, weight, padding_idx)
     layout, slot = tape.examples_in(output), tape.slot(weight)
     if slot is None:
         return output
     table_rows = len(weight)
-    padding = None if padding is None else padding % table_rows
+    padding = None if padding_idx is None else padding_idx % table_rows
 
     def record(gradient: Tensor) -> Uses:
         tokens = layout.by_example(input).reshape(tape.examples, -1)
