@@ -152,24 +152,6 @@ def test_rows_without_a_factor_are_not_read(device):
         torch.testing.assert_close(found.double().cpu(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("positions", [1, 5, 16, 70])
-def test_norms_from_inner_products(positions, device, monkeypatch):
-    torch.manual_seed(0)
-    inputs, outputs = torch.randn(2, 3, positions, 20, device=device)
-    outputs[1] *= 1e-19  # whose squares vanish
-    inner, outer = inputs @ inputs.mT, outputs @ outputs.mT
-    found = InnerNorms.of(inner, outer, 100)
-    monkeypatch.setattr(norms, "inner_norms", lambda *_: None)
-    expected = InnerNorms.of(inner, outer, 100)
-    torch.testing.assert_close(found.squares, expected.squares, rtol=1e-4, atol=0.0)
-    torch.testing.assert_close(found.errors, expected.errors, rtol=1e-4, atol=0.0)
-    assert (found.squares[1] > 0).item()
-    inner[2, 0, 0] = torch.nan
-    monkeypatch.undo()
-    monkeypatch.setattr(fused, "DEVICE", device.type)
-    assert InnerNorms.of(inner, outer, 100).squares.isnan().tolist() == [False, False, True]
-
-
 @pytest.mark.parametrize(("positions", "width", "height"), [(5, 20, 3), (70, 33, 40), (130, 9, 64)])
 def test_norms_from_factors(positions, width, height, device, monkeypatch):
     torch.manual_seed(0)

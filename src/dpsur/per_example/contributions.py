@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dpsur.functional.process_settings import widen
 from dpsur.per_example.kernels import products as tensor_cores
-from dpsur.per_example.kernels.fused import inner_norms, product_norms, weighted_rows
+from dpsur.per_example.kernels.fused import product_norms, weighted_rows
 from dpsur.per_example.kernels.products import batched_product, weighted_product
 
 # From this part of a squared norm on its error is taken into account.
@@ -50,9 +50,6 @@ class InnerNorms:
         here; m T^2, and what vanishes on the way, is left to `whole_norms`.
         """
         lost = lost_to_underflow(terms**2, inner.dtype) ** 2
-        found = inner_norms(inner, outer, lost, rounding(terms, inner.dtype))
-        if found is not None:
-            return InnerNorms(*found, terms)
         squares = (inner * outer).sum((1, 2))
         inputs, outputs = inner.diagonal(dim1=1, dim2=2), outer.diagonal(dim1=1, dim2=2)
         squares.add_((inputs + outputs).sum(1), alpha=lost)
@@ -174,9 +171,6 @@ class Factors:
     @cached_property
     def _zero(self) -> Tensor:
         return self.values.new_zeros(())
-
-    def part(self, some: slice) -> "Factors":
-        return Factors(self.values[some], None if self.keep is None else self.keep[some])
 
     def scale(self, rows: Tensor) -> Tensor:
         """Multiply every example by its factor; a dropped one becomes zero whatever it holds."""

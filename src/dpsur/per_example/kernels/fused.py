@@ -324,30 +324,6 @@ def product_norms(
     return whole, rounding * errors.sum(1)
 
 
-def inner_norms(
-    inner: Tensor, outer: Tensor, lost: float, rounding: float
-) -> tuple[Tensor, Tensor] | None:
-    """Squares and errors of `norms.InnerNorms`, from matrices of inner products.
-
-    `lost` times the diagonals is added to the squares; `rounding` is the error of one product.
-    """
-    inner, outer = inner.contiguous(), outer.contiguous()
-    kernels = kernels_for(inner, outer)
-    if kernels is None:
-        return None
-    examples, positions = inner.shape[:2]
-    down, along = 16, 64
-    parts = -(-positions // down)
-    if positions**2 >= 2**31:
-        return None
-    squares, errors = inner.new_empty(2, examples, parts)
-    with on_device(inner):
-        kernels.inner_norms[(examples, parts)](
-            inner, outer, squares, errors, positions, lost, rounding, DOWN=down, ALONG=along
-        )
-    return squares.sum(1), errors.sum(1)
-
-
 def channel_sums(
     inputs: Tensor, slopes: Tensor, means: Tensor, rates: Tensor
 ) -> tuple[Tensor, Tensor] | None:
