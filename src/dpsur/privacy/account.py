@@ -67,8 +67,8 @@ class Account:
 
     def __init__(self, plan: Plan | None, delta: float, charged: Ledger | None = None) -> None:
         checks.probability("delta", delta)
-        self._plan, self._delta = plan, delta
-        self._charged = charged or Ledger(setup=() if plan is None else plan.setup)
+        self.plan, self.delta = plan, delta  # what was fixed before the first step
+        self.charged = charged or Ledger(setup=() if plan is None else plan.setup)  # so far
 
     @staticmethod
     def for_steps(
@@ -142,7 +142,7 @@ class Account:
 
     def resumed(self, charged: Ledger) -> "Account":
         """The same account after steps that were made before; refuses those that do not fit it."""
-        account = Account(self._plan, self._delta)
+        account = Account(self.plan, self.delta)
         account._replay(charged)
         return account
 
@@ -151,91 +151,75 @@ class Account:
 
     def _progress(self) -> str:
         """How many steps were charged, where that is not private."""
-        hidden = self._plan is not None and self._plan.charges_accepted
-        return "" if hidden else f" after {self.steps} steps"
-
-    @property
-    def delta(self) -> float:
-        """The delta of the guarantee."""
-        return self._delta
+        return "" if self.charges_accepted else f" after {self.steps} steps"
 
     @property
     def steps(self) -> int:
         """Steps charged so far."""
-        return self._charged.steps
-
-    @property
-    def plan(self) -> Plan | None:
-        """What was fixed before the first step."""
-        return self._plan
-
-    @property
-    def charged(self) -> Ledger:
-        """All steps charged so far."""
-        return self._charged
+        return self.charged.steps
 
     @property
     def charges_accepted(self) -> bool:
         """Whether rejected trials cost nothing, and `decide` says which ones were accepted."""
-        return self._plan is not None and self._plan.charges_accepted
+        return self.plan is not None and self.plan.charges_accepted
 
     def describe(self) -> str:
         """What the account allows, in one line."""
-        if self._plan is None:
+        if self.plan is None:
             return "no limit, nothing is promised in advance"
-        return f"{self._plan.describe()}, epsilon {self.guarantee():.4g} at delta {self._delta:g}"
+        return f"{self.plan.describe()}, epsilon {self.guarantee():.4g} at delta {self.delta:g}"
 
     # What comes next
 
     @property
     def due(self) -> tuple[Step, ...]:
-        """What may come next; nothing at the end, and behind a filter anything that fits it."""
-        return () if self._plan is None else self._plan.due(self._charged)
+        """What may come next, as of `Plan.due`."""
+        return () if self.plan is None else self.plan.due(self.charged)
 
     @property
     def completed(self) -> bool:
         """Whether all that was planned was made, so that its result may be released."""
-        return self._plan is not None and self._plan.completed(self._charged)
+        return self.plan is not None and self.plan.completed(self.charged)
 
     @property
     def given_up(self) -> bool:
         """Whether the cap on trials was reached before that."""
-        if self._plan is None or self.completed:
+        if self.plan is None or self.completed:
             return False
-        return self._charged.trials >= self._plan.trials
+        return self.charged.trials >= self.plan.trials
 
     @property
     def position(self) -> int:
         """Where schedules stand: updates or trials so far."""
-        return 0 if self._plan is None else self._plan.position(self._charged)
+        return 0 if self.plan is None else self.plan.position(self.charged)
 
     @property
     def dummy_trials_left(self) -> bool:
         """Whether what comes next is a trial whose outcome is dropped, to hide rejections."""
-        return self._plan is not None and self._plan.dummy_trials_left(self._charged)
+        return self.plan is not None and self.plan.dummy_trials_left(self.charged)
 
     @property
     def tests(self) -> int:
         """Tests of blocks charged so far."""
-        return self.steps - self._charged.trials
+        return self.steps - self.charged.trials
 
     @property
     def test_is_due(self) -> bool:
         """Whether a test of a block comes next."""
-        return self._plan is not None and self._plan.tests > 0 and self.due == (self._plan.test,)
+        return self.plan is not None and self.plan.tests > 0 and self.due == (self.plan.test,)
 
     @property
     def made(self) -> int:
         """Updates since the last test."""
-        assert self._plan is not None
-        return self._charged.updates - sum(self._plan.blocks[: self.tests])
+        assert self.plan is not None
+        return self.charged.updates - sum(self.plan.blocks[: self.tests])
 
     def update_steps(self) -> list[int]:
         """The numbers of the steps that are updates still to be made."""
-        assert self._plan is not None
+        assert self.plan is not None
         found: list[int] = []
-        for number, size in enumerate(self._plan.blocks):
-            first = sum(self._plan.blocks[:number]) + number + 1
+        for number, size in enumerate(self.plan.blocks):
+            first = sum(self.plan.blocks[:number]) + number + 1
             found += range(first, first + size)
         return [step for step in found if step > self.steps]
 
@@ -261,7 +245,7 @@ class Account:
         """The same for a step as a plan names it, in which an update is a `Trial`."""
         self._check(step)
         tested = isinstance(step, Trial) and step.test is not None
-        self._charged = self._charged.record(step, updates=0 if tested else 1)
+        self.charged = self.charged.record(step, updates=0 if tested else 1)
 
     def decide(self, *, accepted: bool) -> None:
         """Book the verdict on the trial that was charged last: whether its candidate is kept.
@@ -269,11 +253,11 @@ class Account:
         A trial with a test counts as rejected until then, one without as accepted. Where accepted
         updates are charged, this is what charges one.
         """
-        *before, last = self._charged.entries
+        *before, last = self.charged.entries
         if not isinstance(last.step, Trial) or accepted == (last.step.test is None):
             return
         booked = replace(last, updates=last.updates + (1 if accepted else -1))
-        self._charged = replace(self._charged, entries=(*before, booked))
+        self.charged = replace(self.charged, entries=(*before, booked))
 
     def _as_step(self, step: Step) -> Step:
         """A sampled Gaussian is a trial without a test, unless it is itself what is due."""
@@ -282,9 +266,9 @@ class Account:
     def _check(self, step: Step) -> None:
         if isinstance(step, Trial) and step.test is not None and not self.charges_accepted:
             accounting_named(ACCOUNTING).check(step, RESTORE)
-        if self._plan is None or self.dummy_trials_left:
+        if self.plan is None or self.dummy_trials_left:
             return
-        if not self._plan.affords(self._charged, step):
+        if not self.plan.affords(self.charged, step):
             raise BudgetError(
                 f"{step} does not fit{self._progress()} ({self.describe()}): stop here and release "
                 "what you have, or plan a new run with more steps or a larger epsilon"
@@ -294,9 +278,9 @@ class Account:
 
     def guarantee(self, delta: float | None = None) -> float:
         """Epsilon that holds whenever the loop stops; infinite without a limit."""
-        if self._plan is None:
+        if self.plan is None:
             return math.inf
-        return self._plan.epsilon(self._delta if delta is None else delta)
+        return self.plan.epsilon(self.delta if delta is None else delta)
 
     def spent(self, delta: float | None = None) -> float:
         """Epsilon of the steps charged so far, by privacy loss distributions; for display only.
@@ -304,14 +288,14 @@ class Account:
         Do not stop a loop because of it. Behind a filter that let many kinds of steps pass it is
         the filter's own figure, which is larger and takes no time.
         """
-        delta = self._delta if delta is None else delta
+        delta = self.delta if delta is None else delta
         checks.probability("delta", delta)
-        counts: Counter[Event] = Counter(self._charged.setup)
-        for entry in self._charged.entries:  # equal steps together, in any order
+        counts: Counter[Event] = Counter(self.charged.setup)
+        for entry in self.charged.entries:  # equal steps together, in any order
             counts[entry.step] += entry.trials
-        free = self._plan is None or (self._plan.filter is not None and len(counts) <= MOST_KINDS)
-        if self._plan is not None and not free:
-            return self._plan.spent(self._charged, delta)
+        free = self.plan is None or (self.plan.filter is not None and len(counts) <= MOST_KINDS)
+        if self.plan is not None and not free:
+            return self.plan.spent(self.charged, delta)
         return accounting_named(ACCOUNTING).epsilon(list(counts.items()), delta)
 
     def get_epsilon(self, delta: float) -> float:
@@ -331,9 +315,9 @@ class Account:
         """
         return {
             "format": FORMAT,
-            "delta": self._delta,
-            "plan": None if self._plan is None else self._plan.to_json(),
-            "charged": self._charged.to_json(),
+            "delta": self.delta,
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "charged": self.charged.to_json(),
         }
 
     @staticmethod
@@ -351,23 +335,23 @@ class Account:
 
     def _replay(self, history: Ledger) -> None:
         """Charge a history again; refuse one that this account would not have charged."""
-        if self._plan is not None and history.setup != self._plan.setup:
+        if self.plan is not None and history.setup != self.plan.setup:
             raise InvalidInputError("the account's setup events differ from the plan's")
-        self._charged = Ledger(setup=history.setup)
+        self.charged = Ledger(setup=history.setup)
         for entry in history.entries:
             if not entry.trials:
                 raise InvalidInputError(f"the account lists {entry.step} with count {entry.trials}")
-            if self._plan is not None and (self._plan.tests or self._plan.menu):
+            if self.plan is not None and (self.plan.tests or self.plan.menu):
                 for _ in range(entry.trials):  # their order counts
                     self.book(entry.step)
                 continue
             # The last of equal steps fits if and only if all of them do.
             last = min(1, entry.updates)
-            self._charged = self._charged.record(
+            self.charged = self.charged.record(
                 entry.step, updates=entry.updates - last, trials=entry.trials - 1
             )
             self._check(entry.step)
-            self._charged = self._charged.record(entry.step, updates=last)
+            self.charged = self.charged.record(entry.step, updates=last)
 
 
 def replays(plan: Plan, charged: Ledger) -> bool:

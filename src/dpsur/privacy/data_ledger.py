@@ -194,10 +194,8 @@ class DataLedger:
             if total is not None:
                 _check_fits([*_bookings(database), new], total, "this run")
             written = json.dumps([[event_to_json(event), count] for event, count in charges])
-            database.execute(
-                "INSERT INTO bookings VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (new.id, new.at, new.data, what, written, epsilon, delta),
-            )
+            row = (new.id, new.at, new.data, what, written, epsilon, delta)
+            database.execute("INSERT INTO bookings VALUES (?, ?, ?, ?, ?, ?, ?)", row)
         return new.id
 
     def holds(self, booking: str) -> bool:
@@ -279,10 +277,11 @@ def spent(bookings: Iterable[Booking], delta: float) -> float:
 
 def spent_adaptively(bookings: Iterable[Booking], total: LedgerTotal) -> float:
     """Epsilon of all bookings at the order of a total, whatever their settings follow from."""
-    divergence, kept = _at_order(list(bookings), total.filter().order)
+    order = total.filter().order
+    divergence, kept = _at_order(list(bookings), order)
     if kept > KEPT * total.delta:
         return math.inf
-    return epsilon_at(total.filter().order, divergence, (1 - KEPT) * total.delta)
+    return epsilon_at(order, divergence, (1 - KEPT) * total.delta)
 
 
 def share_used(bookings: Iterable[Booking], total: LedgerTotal) -> float:
@@ -376,14 +375,11 @@ def _set(database: sqlite3.Connection, total: LedgerTotal) -> None:
 
 def _bookings(database: sqlite3.Connection) -> list[Booking]:
     rows = database.execute("SELECT * FROM bookings ORDER BY rowid").fetchall()
-    return [
-        Booking(number, at, data, what, _charges(written), epsilon, delta)
-        for number, at, data, what, written, epsilon, delta in rows
-    ]
-
-
-def _charges(written: str) -> Charges:
-    return [(event_from_json(event), count) for event, count in json.loads(written)]
+    found = []
+    for number, at, data, what, written, epsilon, delta in rows:
+        charges = [(event_from_json(event), count) for event, count in json.loads(written)]
+        found.append(Booking(number, at, data, what, charges, epsilon, delta))
+    return found
 
 
 def _now() -> str:

@@ -96,15 +96,15 @@ class Opinion:
 def statement_opinions(
     plan: Plan, mechanism: Mapping[str, Any], stated: Mapping[str, float | None]
 ) -> list[Opinion]:
-    return opinions(
-        {
-            key: (epsilon, charges)
-            for key, epsilon in stated.items()
-            if epsilon is not None and (charges := _charges(plan, mechanism, key)) is not None
-        },
-        plan.budget.delta,
-        filtered=plan.filter is not None,
-    )
+    charges: Charges = plan.charges()
+    if plan.filter is not None:  # it has one figure, for the steps that were made
+        own = plan.accounting.replace("-", "_")
+        steps = mechanism["filter"]["steps"]
+        made = [(event_from_json(row["step"]), row["charged"]) for row in steps]
+        charges = [*((event, 1) for event in plan.setup), *made]
+        stated = {own: stated.get(own)}
+    figures = {key: (epsilon, charges) for key, epsilon in stated.items() if epsilon is not None}
+    return opinions(figures, plan.budget.delta, filtered=plan.filter is not None)
 
 
 def opinions(
@@ -114,50 +114,34 @@ def opinions(
 
     The paper's figure and the lower end of a proven one are no guarantees: there is none on them.
     """
-    found: list[Opinion] = []
+    found: dict[Opinion, tuple[str, ...]] = {}
     for name, (epsilon, charges) in figures.items():
         if name == "proven_lower" or not math.isfinite(epsilon):
             continue
         accounting = accounting_named(name.replace("_", "-"))
         if not accounting.proved:
             continue
-        given = _opinion(name, epsilon, charges, accounting, delta, filtered)
-        same = [
-            n for n, other in enumerate(found) if replace(given, figures=other.figures) == other
-        ]
-        if same:
-            known = found[same[0]]
-            found[same[0]] = replace(known, figures=(*known.figures, name))
-        else:
-            found.append(given)
-    return found
-
-
-def _charges(plan: Plan, mechanism: Mapping[str, Any], key: str) -> Charges | None:
-    """What a stated figure is for; None where a figure does not belong to the plan."""
-    if plan.filter is None:
-        return plan.charges()
-    if key != plan.accounting.replace("-", "_"):
-        return None
-    steps = mechanism["filter"]["steps"]
-    made = [(event_from_json(row["step"]), row["charged"]) for row in steps]
-    return [*((event, 1) for event in plan.setup), *made]
+        given = _opinion(epsilon, charges, accounting, delta, filtered)
+        found[given] = (*found.get(given, ()), name)
+    return [replace(given, figures=names) for given, names in found.items()]
 
 
 def _opinion(
-    name: str,
-    epsilon: float,
-    charges: Charges,
-    accounting: Accounting,
-    delta: float,
-    filtered: bool,
+    epsilon: float, charges: Charges, accounting: Accounting, delta: float, filtered: bool
 ) -> Opinion:
     """What dp-accounting finds at the delta that the missing tail of the noise leaves."""
     installed = package_version("dp-accounting")
     selected = not accounting.verdicts_charged
-    instead = AS_FIXED if filtered else _instead(charges, selected)
+    made = [event for event, count in charges if count]
+    trials = [event for event in made if isinstance(event, Trial)]
+    instead = ONE_CHOICE if any(isinstance(event, Menu) for event in made) else None
+    if any(isinstance(trial.test, NoisyChoice) for trial in trials):
+        instead = WITHOUT_CHOICES
+    if selected and any(trial.gate is not None for trial in trials):
+        instead = UNSELECTED
+    instead = AS_FIXED if filtered else instead
     left = delta - accounting.noise_tail(charges)
-    answer = Opinion((name,), epsilon, f"dp-accounting {installed}", None, instead)
+    answer = Opinion((), epsilon, f"dp-accounting {installed}", None, instead)
     if installed == ABSENT:
         return replace(answer, cannot_tell="it is not installed")
     found = 0.0
@@ -176,16 +160,6 @@ def _opinion(
     if not found <= LARGEST_EPSILON:
         return replace(answer, cannot_tell=UNDERFLOW)
     return replace(answer, independent=found)
-
-
-def _instead(charges: Charges, selected: bool) -> str | None:
-    """What is composed where dp-accounting does not know the whole; None where it does."""
-    made = [event for event, count in charges if count]
-    if selected and any(isinstance(event, Trial) and event.gate is not None for event in made):
-        return UNSELECTED
-    if any(isinstance(event, Trial) and isinstance(event.test, NoisyChoice) for event in made):
-        return WITHOUT_CHOICES
-    return ONE_CHOICE if any(isinstance(event, Menu) for event in made) else None
 
 
 def _known_parts(charges: Charges, selected: bool) -> Iterator[Parts]:
