@@ -147,7 +147,7 @@ def test_parameters_without_numbers_and_of_two_types_are_captured():
     padded = settled.build(problem, plan).padded()
     before = start(padded)
     trials = CapturedTrial(padded, plan, before, Streams(0, CPU), 3)
-    trials.run(3, before.ledger)
+    trials.run(before.ledger, 3)
     after = trials.state().params
     moved = {n: not torch.equal(v, after[n]) for n, v in before.state.params.items() if v.numel()}
     assert all(moved.values())

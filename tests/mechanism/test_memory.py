@@ -244,7 +244,7 @@ def test_a_trial_that_does_not_count_changes_nothing_in_place(masked, monkeypatc
     before = start(procedure)
     trials = CapturedTrial(procedure.padded(), plan, before, Streams(0, CPU), 3)
     trials._live.fill_(False)
-    trials.run(2, before.ledger)
+    trials.run(before.ledger, 2)
     after = flatten(trials.state())
     same = [torch.equal(value, after[name]) for name, value in flatten(before.state).items()]
     assert all(same) == masked

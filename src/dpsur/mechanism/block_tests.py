@@ -116,31 +116,25 @@ class RecordTests:
 
     def _shares(self, draws: Draws) -> Iterator[tuple[Examples, Tensor | None]]:
         """This rank's share of the records to test on; a masked record where it has none."""
-        train, ranks = self.sampler.problem.train, draws.ranks
+        problem, ranks, seen = self.sampler.problem, draws.ranks, False
         if isinstance(self.event, SampledGaussian):
             batch = self.sampler.batch(self.event.sample_rate, draws, VAL_BATCH)
             for start in range(0, len(batch), EVALUATION_ROWS):
-                some = slice(start, start + EVALUATION_ROWS)
+                some, seen = slice(start, start + EVALUATION_ROWS), True
                 mask = None if batch.mask is None else batch.mask[some]
                 if batch.rows is None:
                     yield batch.data.part(some), mask
                 else:
                     yield batch.data.select(batch.rows[some]), mask
-            if not len(batch):
-                yield self._masked_record()
-            return
-        rows, seen = max(1, min(EVALUATION_ROWS, -(-len(train) // ranks.size))), False
-        for number, part in enumerate(train.parts(rows)):
-            if number % ranks.size == ranks.rank:
-                seen = True
-                yield part, None
-        if not seen:
-            yield self._masked_record()
-
-    def _masked_record(self) -> tuple[Examples, Tensor]:
-        """One record that does not count, from which a sum of nothing gets its shape."""
-        problem = self.sampler.problem
-        return problem.train.part(slice(1)), torch.zeros(1, dtype=torch.bool, device=problem.device)
+        else:
+            rows = max(1, min(EVALUATION_ROWS, -(-len(problem.train) // ranks.size)))
+            for number, part in enumerate(problem.train.parts(rows)):
+                if number % ranks.size == ranks.rank:
+                    seen = True
+                    yield part, None
+        if not seen:  # a sum of nothing gets its shape from a record that does not count
+            mask = torch.zeros(1, dtype=torch.bool, device=problem.device)
+            yield problem.train.part(slice(1)), mask
 
 
 def _rate_of(plan: Plan) -> float:

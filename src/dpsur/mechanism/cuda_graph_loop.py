@@ -84,6 +84,8 @@ class CapturedTrial:
         # Trials by level of padding; None has room for any batch.
         self._by_level: dict[int | None, Callable[[], None]] = {}
         self._sized = self._sized_batches()
+        # Whether sizes of batches are counted before a block, so that none of them overflows.
+        self.knows_sizes = bool(self._sized)
         if not self._sized:
             self._at(None)
 
@@ -92,16 +94,20 @@ class CapturedTrial:
         """One trial, within a block, with room for any batch."""
         return self._at(None)
 
-    @property
-    def knows_sizes(self) -> bool:
-        """Whether sizes of batches are counted before a block, so that none of them overflows."""
-        return bool(self._sized)
-
-    def run(self, count: int, ledger: Ledger) -> int:
+    def run(self, ledger: Ledger, block: int) -> int:
         """Replay a block of trials, after those in the ledger; return how many.
 
-        They are fewer than `count` if the batch of the next one is known to have no room.
+        Replays after the last update change nothing, but records on the host would be read for
+        them. So there are no more than the updates that are left, and fewer than the block has if
+        the batch of the next one is known to have no room.
         """
+        count = min(block, self._plan.identical_trials_left(ledger))
+        private = self._plan.updates is not None and not self._plan.run_all_trials
+        if private and self._host_batches.in_use:
+            assert self._plan.updates is not None
+            count = min(count, max(1, self._plan.updates - ledger.updates))
+        if not count:  # a step that is no trial comes next
+            return 0
         self._first.copy_(self._trials)
         self._other_steps.fill_(ledger.steps - ledger.trials)
         if self._position is not None:
@@ -113,17 +119,6 @@ class CapturedTrial:
             self._host_batches.load(step, last)
             replay()
         return len(replays)
-
-    def trials_at_once(self, ledger: Ledger, block: int) -> int:
-        """How many trials are replayed before the host looks at them.
-
-        Replays after the last update change nothing, but records on the host would be read for
-        them. So there are no more than the updates that are left.
-        """
-        count = min(block, self._plan.identical_trials_left(ledger))
-        if self._plan.updates is None or self._plan.run_all_trials or not self._host_batches.in_use:
-            return count
-        return min(count, max(1, self._plan.updates - ledger.updates))
 
     def close(self) -> None:
         self._host_batches.close()
@@ -316,10 +311,8 @@ class CudaGraphLoop:
     def launch(self) -> None:
         """Replay a block on the GPU, without waiting for it."""
         ledger = self.progress.ledger
-        self._launched, self._in_flight = 0, True
-        count = self._captured.trials_at_once(ledger, self._block)
-        if count:
-            self._launched = self._captured.run(count, ledger)
+        self._launched, self._in_flight = 0, True  # should it be interrupted
+        self._launched = self._captured.run(ledger, self._block)
 
     def close(self) -> None:
         self._captured.close()

@@ -153,8 +153,18 @@ class _Feed:
         return poisson_sample(len(self.examples), self._rate, stream)
 
     def _put(self, found: Examples, count: int) -> None:
+        device = self.examples.device
+
+        def zeros(value: Tensor) -> Tensor:
+            shape = (self._capacity, *value.shape[1:])
+            return torch.zeros(shape, dtype=value.dtype, device=device)
+
         if self._place is None:
-            self._allocate()
+            self._place = Examples(
+                map_tensors(zeros, self.examples.inputs), map_tensors(zeros, self.examples.targets)
+            )
+            self._positions = torch.arange(self._capacity, device=device)
+            self._size = torch.zeros((), dtype=torch.int64, device=device)
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -164,22 +174,8 @@ class _Feed:
             # the other rows are masked, but what they hold should be valid for the model
             return fill(place, values, count)
 
-        assert self._place is not None
         map_tensors(write, self._place.inputs, found.inputs)
         map_tensors(write, self._place.targets, found.targets)
         if self._size.is_cuda:
             self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(self._size.device))
-
-    def _allocate(self) -> None:
-        device = self.examples.device
-
-        def zeros(value: Tensor) -> Tensor:
-            shape = (self._capacity, *value.shape[1:])
-            return torch.zeros(shape, dtype=value.dtype, device=device)
-
-        self._place = Examples(
-            map_tensors(zeros, self.examples.inputs), map_tensors(zeros, self.examples.targets)
-        )
-        self._positions = torch.arange(self._capacity, device=device)
-        self._size = torch.zeros((), dtype=torch.int64, device=device)

@@ -313,12 +313,9 @@ class RateSearch:
 
     def learning_rate(self, memory: Memory, made: int | Tensor) -> Tensor:
         """The rate in force, so many updates after the last test."""
-        rate: Tensor = memory["rate"] * self._decay(memory["before"] + made, memory["size"])
+        shape, passed = SHAPES[self.rule.schedule], (memory["before"] + made).double()
+        rate: Tensor = memory["rate"] * shape(passed / memory["size"])
         return rate
-
-    def _decay(self, made: Tensor, size: Tensor | int) -> Tensor:
-        """The rate after so many updates of a block, as a part of the first one."""
-        return SHAPES[self.rule.schedule](made.double() / size)
 
     # --- tests ------------------------------------------------------------------------------------
 
@@ -390,16 +387,20 @@ class RateSearch:
         if block < 0:
             return Decision(self._with_rate(memory, 0) if block == -1 else memory)
         if block == self._searched:
-            best = end_of(int(memory["best"]))
-            return Decision(memory, restore=None if self._last_is_best(memory) else best)
+            # No searched block may be clearly better than the last one.
+            *searched, last = self._block_values(memory)
+            if last >= max(searched, default=-math.inf) - self._tie:
+                return Decision(memory)
+            return Decision(memory, restore=end_of(int(memory["best"])))
         share = self._noise_share(memory, block, displacement)
         memory["shares"] = with_value(memory["shares"], block, share)
         values = self._block_values(memory)
         if values[block] > max(values[:block], default=-math.inf):
             memory["best"] = torch.full_like(memory["best"], block)
         memory = self._with_rate(memory, block + 1)
-        last = block + 1 == self._searched
-        return Decision(memory, (end_of(block),), START, self._head_start(memory) if last else ())
+        is_last = block + 1 == self._searched
+        head_start = self._head_start(memory) if is_last else ()
+        return Decision(memory, (end_of(block),), START, head_start)
 
     def _with_rate(self, memory: Memory, block: int) -> Memory:
         """The rate of the next block, from the values of those before it."""
@@ -468,13 +469,6 @@ class RateSearch:
         noise = METRICS_NORM if self.classes else 1.0
         return max(LEAST_MOVE, MOVE_ERRORS * noise * self.standard_error)
 
-    def _last_is_best(self, memory: Memory) -> bool:
-        """Whether no searched block was clearly better than the last one."""
-        *searched, last = self._block_values(memory)
-        if not searched:
-            return True
-        return last >= max(searched) - self._tie
-
     @property
     def _tie(self) -> float:
         """How far apart two values may be without telling their rates apart."""
@@ -492,7 +486,8 @@ class RateSearch:
             return ADAM_SHARE
         if way == 0:
             return 1.0
-        rates = self._rate(memory, block) * self._decay(torch.arange(size, device="cpu"), size)
+        passed = torch.arange(size, dtype=torch.float64, device="cpu") / size
+        rates = self._rate(memory, block) * SHAPES[self.rule.schedule](passed)
         # With momentum, noise moves the weights in the update it is drawn for and in all later ones
         reach, squares = 0.0, 0.0
         for rate in reversed(rates.tolist()):
