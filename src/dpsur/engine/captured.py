@@ -466,9 +466,10 @@ class Surroundings:
             self._generators.append(value)
         elif not inside and isinstance(value, (dict, list, tuple)) and len(value) <= MOST_ITEMS:
             self._numbers.append((name, value.__len__, len(value)))
+            get = value.get if isinstance(value, dict) else value.__getitem__
             for key in list(value) if isinstance(value, dict) else range(len(value)):
                 # under the name of the whole: keys of a dictionary may be data
-                self._add(name, partial(_item, value, key), inside=True)
+                self._add(name, partial(get, key), inside=True)
 
     def draws(self) -> list[str]:
         """Where random numbers of the host stand, which a replay would not draw."""
@@ -491,13 +492,6 @@ class Surroundings:
             if now is not value and (type(now) is not type(value) or now != value):
                 return name
         return next((name for name, get, value in self._objects if get() is not value), None)
-
-
-def _item(held: Any, key: Any) -> Any:
-    try:
-        return held[key]
-    except (KeyError, IndexError):
-        return None
 
 
 def _content(cell: Any) -> Any:

@@ -43,7 +43,7 @@ from dpsur.errors import (
     NothingReleasedError,
     StepError,
 )
-from dpsur.functional.tree import Params
+from dpsur.functional.tree import Params, flatten
 from dpsur.mechanism.blocks import released_metrics
 from dpsur.mechanism.gates import BlockGate, CoinGate, Gate, LossGate, Metrics
 from dpsur.mechanism.streams import Streams
@@ -63,7 +63,7 @@ from dpsur.runs.checkpoint import STATE, Checkpoint, Fingerprint
 from dpsur.runs.files import RunFolder, sha256, to_json
 from dpsur.runs.release import NO_ORIGIN, write_release
 
-MEMORY, SAVED = f"{STATE}memory/", f"{STATE}saved/"  # names of tensors in a checkpoint
+MEMORY, SAVED = "memory", "saved"  # names of tensors in a checkpoint
 
 
 class PrivacyEngine(PrivateLoop):
@@ -483,12 +483,9 @@ class PrivacyEngine(PrivateLoop):
         Private: it holds the key of the random numbers of a seeded run. With a `BlockGate` it holds
         the saved weights and optimizer states that the search goes back to.
         """
-        tensors: Params = {}
         held = self._state
-        if held is not None:
-            tensors |= {f"{MEMORY}{name}": value for name, value in (held.memory or {}).items()}
-            for name, saved in (held.saved or {}).items():
-                tensors |= {f"{SAVED}{name}/{key}": value for key, value in saved.items()}
+        kept = {} if held is None else {MEMORY: held.memory, SAVED: held.saved}
+        tensors = {f"{STATE}{name}": value for name, value in flatten(kept).items()}
         more: dict[str, Any] = {"independence": self.independence, "booking": self._booking}
         if self.sets_learning_rate:
             more["at_rest"] = self._weights.at_rest_to_plain()
@@ -534,14 +531,16 @@ class PrivacyEngine(PrivateLoop):
             self._weights.load_at_rest(saved.more["at_rest"])
         if saved.tensors:
             weights: dict[str, Params] = {}
-            for name, value in saved.under(SAVED).items():
+            for name, value in saved.under(f"{STATE}{SAVED}/").items():
                 end, _, key = name.partition("/")
                 weights.setdefault(end, {})[key] = value.to(self._streams.device)
             if any(self._weights.live().keys() != held.keys() for held in weights.values()):
                 raise CheckpointError(
                     "the checkpoint holds other weights or buffers than the model"
                 )
-            self._state = replace(self._at_hand(), memory=saved.under(MEMORY), saved=weights)
+            self._state = replace(
+                self._at_hand(), memory=saved.under(f"{STATE}{MEMORY}/"), saved=weights
+            )
             self._use_clip_norm()
         booking = saved.more.get("booking")
         if booking is not None and self._data_ledger and self._data_ledger.holds(booking):

@@ -121,20 +121,15 @@ class Sharding:
         one_type = len({value.dtype for value in self.trained.values()}) == 1
         for name, like in self.trained.items():
             assert isinstance(like, DTensor)
-            found[name] = start + self._offset(like)
+            _, offsets = compute_local_shape_and_global_offset(
+                like.shape, like.device_mesh, like.placements
+            )
+            row = like.numel() // like.shape[0] if like.shape and like.shape[0] else 1
+            found[name] = start + (int(offsets[0]) * row if offsets else 0)  # it is split by rows
             start += like.numel()
             if not one_type:  # then parameters are drawn for one by one, in whole blocks
                 start = -4 * (-start // 4)
         return found
-
-    @staticmethod
-    def _offset(value: DTensor) -> int:
-        """The place of a shard's first number in the whole parameter, which is split by rows."""
-        _, offsets = compute_local_shape_and_global_offset(
-            value.shape, value.device_mesh, value.placements
-        )
-        row = value.numel() // value.shape[0] if value.shape and value.shape[0] else 1
-        return int(offsets[0]) * row if offsets else 0
 
     def distribute(self, name: str, value: Tensor) -> DTensor:
         like = self.trained[name]

@@ -81,11 +81,6 @@ class PrivacyEngine(Engine):
             (model, optimizer, self.criterion, loader) if criterion else (model, optimizer, loader)
         )
 
-    def make_private_with_epsilon(self, **options: Any) -> Any:
-        """Like `make_private`, with the least noise for which the training fits a budget."""
-        # the method of the base class calls `make_private` above
-        return super().make_private_with_epsilon(**options)
-
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
         return ModuleValidator.fix_and_validate(module)
