@@ -216,12 +216,10 @@ class PrivacyEngine(PrivateLoop):
         trained = parameters_to_train(module, optimizer, data_loader)
         plain = gate is None and metrics is None
         units = units_of(data_loader, groups, records_per_person, records, sampling, plain=plain)
-        size, rate = units.size, units.rate
-        delta = min(1e-5, 0.1 / size) if target_delta is None else target_delta
+        delta = min(1e-5, 0.1 / units.size) if target_delta is None else target_delta
         steps = planned_steps(epochs, steps, units.length)
         mechanism = Mechanism(
-            *(size, rate, max_grad_norm, steps, target_epsilon, delta, gate, metrics, accounting),
-            joining=units.joining,
+            *(units, max_grad_norm, steps, target_epsilon, delta, gate, metrics, accounting)
         )
         self._ledger, self._mechanism = mechanism.account(noise_multiplier), mechanism
         self._data_ledger = None if ledger is None else DataLedger(ledger)
@@ -262,7 +260,7 @@ class PrivacyEngine(PrivateLoop):
         clip_norm = FIRST_CLIP_NORM if max_grad_norm is None else max_grad_norm
         self._watcher = Watcher(module, trained, clip_norm, loss_reduction, self, sharding)
         sampler = PoissonSampler(
-            *(units.held, rate, self._batch_streams, units.persons), by_record=units.by_record
+            *(units.held, units.rate, self._batch_streams, units.persons), by_record=units.by_record
         )
         if max_physical_batch_size is not None:
             checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
@@ -324,16 +322,8 @@ class PrivacyEngine(PrivateLoop):
         if planned is None:
             raise InvalidInputError("give epochs or steps: the noise depends on their number")
         noise, mechanism = Mechanism(
-            units.size,
-            units.rate,
-            max_grad_norm,
-            planned,
-            target_epsilon,
-            target_delta,
-            gate,
-            metrics,
-            options.get("accounting"),
-            units.joining,
+            *(units, max_grad_norm, planned, target_epsilon, target_delta, gate, metrics),
+            accounting=options.get("accounting"),
         ).with_noise()
         return self.make_private(
             module=module,

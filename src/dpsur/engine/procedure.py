@@ -11,6 +11,7 @@ from dpsur import checks
 from dpsur.engine.criterion import Criterion
 from dpsur.engine.loader import TestReader
 from dpsur.engine.model_tests import CandidateTest, Evaluation, ModelTests
+from dpsur.engine.setup import Units
 from dpsur.engine.watch import Watcher
 from dpsur.engine.weights import ModuleGradient, ModuleUpdates, ModuleWeights, Rates
 from dpsur.errors import InvalidInputError
@@ -55,14 +56,11 @@ class Mechanism:
     Attributes:
         accounting: "every-trial", "proven" or "proven-pld"; None: "proven" for a `CoinGate`, which
             "every-trial" does not cover, else that one.
-        steps: the number of steps, or of accepted updates where only these
-            are charged.
+        steps: the number of steps, or of accepted updates where only these are charged.
         epsilon: the budget; instead of `steps`, the allowance of a filter.
-        joining: how many records of one unit of privacy may join a batch, each by itself.
     """
 
-    records: int
-    sample_rate: float
+    units: Units
     max_grad_norm: float | None
     steps: int | None
     epsilon: float | None
@@ -70,7 +68,6 @@ class Mechanism:
     gate: Gate | None = None
     metrics: Metrics | None = None
     accounting: str | None = None
-    joining: int = 1
 
     def __post_init__(self) -> None:
         if self.accounting is not None:
@@ -106,7 +103,7 @@ class Mechanism:
 
     def test(self) -> LossTest | CoinTest | None:
         if isinstance(self.gate, LossGate | CoinGate):
-            return self.gate.test(self.records)
+            return self.gate.test(self.units.size)
         return None
 
     def with_noise(self) -> tuple[float, Self]:
@@ -125,7 +122,7 @@ class Mechanism:
         return found.update.noise_multiplier, self
 
     def update(self, noise_multiplier: float) -> SampledGaussian:
-        return SampledGaussian(self.sample_rate, noise_multiplier, self.joining)
+        return SampledGaussian(self.units.rate, noise_multiplier, self.units.joining)
 
     def _trial(self, noise_multiplier: float) -> Trial:
         return Trial(self.update(noise_multiplier), self.test())
@@ -183,9 +180,9 @@ class Mechanism:
         gate, metrics, epsilon = self.gate, self.metrics, self.epsilon
         test_rate, test_noise, cost = None, None, TESTS_COST
         if isinstance(gate, BlockGate):
-            check_tested(gate.val_batch_size, self.records)
+            check_tested(gate.val_batch_size, self.units.size)
             if gate.val_batch_size is not None:
-                test_rate = gate.val_batch_size / self.records
+                test_rate = gate.val_batch_size / self.units.size
             test_noise = gate.val_noise_multiplier
         elif metrics is not None:
             test_noise, cost = metrics.noise_multiplier, metrics.budget or TESTS_COST
@@ -207,13 +204,13 @@ class Mechanism:
             )
         if epsilon is None and test_noise is None:
             assert noise_multiplier is not None
-            alone = Trial(SampledGaussian(self.sample_rate, noise_multiplier / (1 + cost)))
+            alone = Trial(SampledGaussian(self.units.rate, noise_multiplier / (1 + cost)))
             epsilon = accounting_named(EVERY_TRIAL).epsilon([(alone, sum(sizes))], self.delta)
         plan = plan_blocks(
             Budget(math.inf if epsilon is None else epsilon, self.delta),
             EVERY_TRIAL,
             sizes,
-            sample_rate=self.sample_rate,
+            sample_rate=self.units.rate,
             test_rate=test_rate,
             noise_multiplier=noise_multiplier,
             test_noise=test_noise,
@@ -237,7 +234,7 @@ def make_procedure(
     """The procedure of `fit` with the same gate, on the weights of a module."""
     gate, metrics = mechanism.gate, mechanism.metrics
     updates = ModuleUpdates(
-        weights, ModuleGradient(watcher, update, mechanism.sample_rate * mechanism.records)
+        weights, ModuleGradient(watcher, update, mechanism.units.rate * mechanism.units.size)
     )
     if isinstance(gate, BlockGate):
         assert plan is not None
@@ -245,12 +242,12 @@ def make_procedure(
         rule = _rule_of(gate, weights.optimizer, mechanism.max_grad_norm)
         weights.rates, weights.at_rest = Rates(weights.optimizer), weights.copy_optimizer()
         return RateSearchTraining(
-            plan, updates, ModelTests(evaluation, reader, plan.test, mechanism.records), rule
+            plan, updates, ModelTests(evaluation, reader, plan.test, mechanism.units.size), rule
         )
     if metrics is not None:
         assert plan is not None
         evaluation = Evaluation(watcher, criterion, metrics.outputs)
-        tests = ModelTests(evaluation, reader, plan.test, mechanism.records)
+        tests = ModelTests(evaluation, reader, plan.test, mechanism.units.size)
         return MeasuredTraining(plan, updates, tests, metrics.patience)
     if gate is None:
         return Selective(updates, AlwaysAccept(), in_place=True)
@@ -258,7 +255,7 @@ def make_procedure(
     assert test is not None
     if loss is None:
         loss = Evaluation(watcher, criterion).mean_loss
-    clip = gate.resolve(mechanism.records).loss_clip if isinstance(gate, LossGate) else None
+    clip = gate.resolve(mechanism.units.size).loss_clip if isinstance(gate, LossGate) else None
     test_gate = CandidateTest(watcher, reader, loss, test, make_rule(test, clip or 0.0))
     return Selective(replace(updates, undoes=True), test_gate, in_place=True)
 
