@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpsur
 from dpsur import checks
@@ -229,20 +229,28 @@ LOOPS: Mapping[str, Loop] = {
 
 
 class Records(Dataset[Batch]):
-    """Records that are on the device already, each as often as asked."""
+    """Texts that are on the device already."""
 
-    def __init__(self, batch: Batch, times: int = 1) -> None:
-        self._batch, self._size, self._times = batch, len(batch["labels"]), times
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
 
     def __len__(self) -> int:
-        return self._size * self._times
+        return len(self._batch["labels"])
 
     def __getitem__(self, row: int) -> Batch:
-        return {name: value[row % self._size] for name, value in self._batch.items()}
+        return {name: value[row] for name, value in self._batch.items()}
 
 
-def loss_of(model: nn.Module, batch: Batch, bf16: bool) -> Tensor:
+def _data_set(batch: Batch, times: int) -> Dataset[Any]:
+    """Each record so many times, on the device."""
+    values = {name: torch.cat([value] * times) for name, value in batch.items()}
+    return TensorDataset(values["x"], values["labels"]) if "x" in values else Records(values)
+
+
+def loss_of(model: nn.Module, batch: Any, bf16: bool) -> Tensor:
     """The loss as users write it."""
+    if not isinstance(batch, dict):
+        batch = {"x": batch[0], "labels": batch[1]}
     device = batch["labels"].device.type
     with torch.autocast(device, torch.bfloat16, enabled=bf16):
         if "x" not in batch:
@@ -304,7 +312,7 @@ def _private(
     model, made, loader = engine.make_private(
         module=model,
         optimizer=optimizer,
-        data_loader=DataLoader(Records(batch, times), batch_size=size),
+        data_loader=DataLoader(_data_set(batch, times), batch_size=size),
         noise_multiplier=NOISE,
         max_grad_norm=CLIP,
         steps=1_000_000,
@@ -351,7 +359,7 @@ def _opacus_hooks(
     model, made, _ = PrivacyEngine().make_private(
         module=model,
         optimizer=optimizer,
-        data_loader=DataLoader(Records(batch), batch_size=size),
+        data_loader=DataLoader(_data_set(batch, 1), batch_size=size),
         noise_multiplier=NOISE,
         max_grad_norm=CLIP,
         poisson_sampling=False,
@@ -421,7 +429,11 @@ def measure(cell: Cell) -> Iterator[dict[str, Any]]:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             start = partial(_STEPS[key["arm"]], model, optimizer, batch, key["bf16"])
-            row |= _timed(start, cuda, WARM_UP_OF_SIZES if key["arm"] == "poisson" else WARM_UP)
+            poisson = key["arm"] == "poisson"
+            row |= _timed(start, cuda, WARM_UP_OF_SIZES if poisson else WARM_UP)
+            if poisson and cuda:  # without the data set
+                size = sum(value.numel() * value.element_size() for value in batch.values())
+                row["peak_gib"] -= DATA_OVER_BATCH * size / 2**30
         except Exception as error:
             row["outcome"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         model = optimizer = start = None  # type: ignore[assignment]

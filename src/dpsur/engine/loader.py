@@ -346,7 +346,14 @@ class TensorRows(TensorDataset):
     """A `TensorDataset` whose batches are read by index: one read, not one for each record."""
 
     def __getitems__(self, rows: list[int]) -> list[Any]:
-        return JoinedRows(tensor[rows] for tensor in self.tensors) if rows else []
+        if not rows:
+            return []
+        index = torch.tensor(rows, device="cpu")
+        if any(tensor.is_cuda for tensor in self.tensors):
+            index = index.pin_memory()  # or the copy to a GPU would wait for all of its work
+        return JoinedRows(
+            tensor[index.to(tensor.device, non_blocking=True)] for tensor in self.tensors
+        )
 
 
 class PoissonSampler(Sampler[list[Any]]):
