@@ -4,6 +4,7 @@ import ctypes
 import math
 import shutil
 import subprocess
+from functools import partial
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def as_uniform(stream):
 
 
 def test_chacha_gives_the_block_of_the_rfc():
-    found = random_numbers.draw_uniform(KEYS["chacha"], RFC_STEP, RFC_ADDRESS, 8, CPU)
+    found = random_numbers.draw(KEYS["chacha"], RFC_STEP, RFC_ADDRESS, 8, CPU, normal=False)
     assert torch.equal(found, as_uniform(RFC_BLOCK))
 
 
@@ -59,10 +60,11 @@ def test_a_key_has_a_length_of_one_of_the_generators():
 def test_a_draw_ends_with_the_counter():
     """After 2^32 blocks words would come again."""
     last = 8 * 2**32
-    assert len(random_numbers.draw_uniform(KEYS["chacha"], 1, (1, 0, last - 9), 9, CPU)) == 9
-    for draw in (random_numbers.draw_uniform, random_numbers.draw_normal):
+    draw = partial(random_numbers.draw, KEYS["chacha"], 1, (1, 0, last - 9), device=CPU)
+    assert len(draw(9, normal=False)) == 9
+    for normal in (False, True):
         with pytest.raises(OverflowError, match="longer than its counter"):
-            draw(KEYS["chacha"], 1, (1, 0, last - 9), 10, CPU)
+            draw(10, normal=normal)
 
 
 FIRST = {"chacha": [0, 5, 2**29 - 20_000], "philox": [0, 5, 2**31 + 7]}

@@ -111,10 +111,11 @@ def test_nothing_is_begun_for_other_devices(library, monkeypatch):
 def test_compiled_random_numbers_are_those_of_a_cpu(size):
     nvrtc.compile_kernel.cache_clear()
     key, device = random_numbers.Key(bytes(range(size))), torch.device("cuda")
-    found = random_numbers.draw_uniform(key, 3, (1, 0, 0), 1000, device)
-    expected = random_numbers.draw_uniform(key, 3, (1, 0, 0), 1000, torch.device("cpu"))
+    found = random_numbers.draw(key, 3, (1, 0, 0), 1000, device, normal=False)
+    expected = random_numbers.draw(key, 3, (1, 0, 0), 1000, torch.device("cpu"), normal=False)
     assert torch.equal(found.cpu(), expected)
     noisy = random_numbers.add_normal(key, 3, (1, 0, 0), torch.zeros(1000, device=device), 1.0)
-    exact = random_numbers.draw_normal(key, 3, (1, 0, 0), 1000, torch.device("cpu"))
+    exact = random_numbers.draw(key, 3, (1, 0, 0), 1000, torch.device("cpu"), normal=True)
+    exact /= random_numbers.DEVIATION
     torch.testing.assert_close(noisy.cpu().double(), exact, rtol=1e-6, atol=1e-6)
     nvrtc.compile_kernel.cache_clear()

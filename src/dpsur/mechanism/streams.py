@@ -190,12 +190,13 @@ class Stream:
 
     def uniform(self, count: int) -> Tensor:
         address = self._address(count, None)
-        return draw_uniform(self._streams.key, self.step, address, count, self.device)
+        return draw(self._streams.key, self.step, address, count, self.device, normal=False)
 
     def normal(self, count: int, offset: int | None = None) -> Tensor:
         """Noise of standard deviation 1; with an offset, that part of a longer draw."""
         address = self._address(count, offset)
-        return draw_normal(self._streams.key, self.step, address, count, self.device)
+        noise = draw(self._streams.key, self.step, address, count, self.device, normal=True)
+        return noise.div_(DEVIATION)
 
     def add_normal(
         self,
@@ -428,20 +429,6 @@ def _constants(secret: bool) -> nvrtc.Constants:
     )
 
 
-def draw_uniform(
-    key: Key, step: int | Tensor, address: Address, count: int, device: torch.device
-) -> Tensor:
-    """Uniform numbers in [0, 1), multiples of 2^-53: words `offset` to `offset + count`."""
-    return _draw(key, step, address, count, device, normal=False)
-
-
-def draw_normal(
-    key: Key, step: int | Tensor, address: Address, count: int, device: torch.device
-) -> Tensor:
-    """Discrete Gaussian noise of standard deviation 1: integers over `DEVIATION`."""
-    return _draw(key, step, address, count, device, normal=True).div_(DEVIATION)
-
-
 def add_normal(
     key: Key,
     step: int | Tensor,
@@ -489,7 +476,7 @@ def add_normal(
         for start in range(0, count, _ADDED_AT_ONCE):
             some = slice(start, min(start + _ADDED_AT_ONCE, count))
             where = (purpose, rank, offset + start)
-            noise = _draw(key, step, where, some.stop - start, device, normal=True)
+            noise = draw(key, step, where, some.stop - start, device, normal=True)
             steps = values[some].double().div_(spacing).round_()
             found[some] = noise.add_(steps).mul_(spacing)
             del noise  # before the next part is drawn
@@ -512,7 +499,7 @@ def count_below(
     if device.type == "cuda" and 0 < count < 2**31:
         kernel = key.kernel("count_below", device)
     if kernel is None:
-        found = [draw_uniform(key, step, address, count, device) < bound for step in steps]
+        found = [draw(key, step, address, count, device, normal=False) < bound for step in steps]
         return [int(each) for each in torch.stack([one.sum() for one in found]).tolist()]
     counts = torch.zeros(len(steps), dtype=torch.int32, device=device)
     below = torch.full((), bound, dtype=torch.float64, device=device)
@@ -528,7 +515,7 @@ def _launch(
         kernel(grid=(-(-threads // _THREADS), rows, 1), block=(_THREADS, 1, 1), args=args)
 
 
-def _draw(
+def draw(
     key: Key,
     step: int | Tensor,
     address: Address,
@@ -537,7 +524,10 @@ def _draw(
     *,
     normal: bool,
 ) -> Tensor:
-    """Uniform numbers, or integers of noise."""
+    """Uniform numbers in [0, 1), multiples of 2^-53, or integers of noise.
+
+    They are the words `offset` to `offset + count` of their address.
+    """
     purpose, rank, offset = address
     first, skipped = divmod(offset, key.block)
     blocks = -(-(skipped + count) // key.block)

@@ -55,7 +55,6 @@ class Accounting(ABC):
         return self.ideal_epsilon(charges, left) if left > 0 else math.inf
 
     def noise_tail(self, charges: Charges) -> float:
-        """What the missing tail of the noise takes of delta."""
         return noise_tail(charges, verdicts_charged=self.verdicts_charged)
 
     def check(self, trial: Trial, on_reject: str) -> None:
@@ -213,7 +212,6 @@ FIGURES: Final = ("published", "proven", "proven_lower", "every_trial")
 
 
 def planned_charges(setup: tuple[Event, ...], trial: Trial, count: int) -> Charges:
-    """What a run of `count` charged trials does after its setup."""
     return [*((event, 1) for event in setup), (trial, count)]
 
 

@@ -29,7 +29,7 @@ def render_markdown(statement: Mapping[str, Any]) -> str:
     return words(
         "page",
         promise=_promise(words, statement["guarantee"]),
-        warnings=_warnings(words, statement),
+        warnings="".join(words("warning", warning=text) for text in statement["warnings"]),
         guarantee=_table(_guarantee_rows(words, statement)),
         mechanism=_table(_mechanism_rows(words, statement)),
         metrics=_metrics(words, statement),
@@ -56,7 +56,7 @@ def render_model_card(statement: Mapping[str, Any]) -> str:
         size=statement["dataset_size"],
         method=statement["method"],
         promise=_promise(words, guarantee),
-        warnings=_warnings(words, statement),
+        warnings="".join(words("warning", warning=text) for text in statement["warnings"]),
         declared=words("card declared", rows=_table(declared)) if declared else "",
         version=statement["versions"]["dpsur"],
         results=words("card results", rows=_table(results)) if results else "",
@@ -87,19 +87,11 @@ def _promise(words: Words, guarantee: Mapping[str, Any]) -> str:
     """The first sentence, which must not sound better than it is."""
     if not _is_private(guarantee):
         return words["promise nothing"]
-    epsilon, kind = (
-        format_epsilon(guarantee["epsilon"]),
-        "proved" if guarantee["proved"] else "claimed",
-    )
-    return words(f"promise {kind}", epsilon=epsilon, delta=guarantee["delta"])
-
-
-def _warnings(words: Words, statement: Mapping[str, Any]) -> str:
-    return "".join(words("warning", warning=warning) for warning in statement["warnings"])
+    epsilon, kind = guarantee["epsilon"], "proved" if guarantee["proved"] else "claimed"
+    return words(f"promise {kind}", epsilon=format_epsilon(epsilon), delta=guarantee["delta"])
 
 
 def _result_rows(words: Words, statement: Mapping[str, Any]) -> Rows:
-    """The names of the classes, and results on public test records."""
     rows: Rows = []
     target = statement["public"].get("schema", {}).get("target", {})
     for name, column in target.items():
@@ -180,7 +172,6 @@ def _public_rows(words: Words, public: Mapping[str, Any], method: str) -> Rows:
 
 
 def _class_rows(words: Words, public: Mapping[str, Any]) -> Rows:
-    """What a model that was trained on a table predicts."""
     rows: Rows = []
     for name, column in public.get("schema", {}).get("target", {}).items():
         if "values" in column:
@@ -221,7 +212,15 @@ def _mechanism_rows(words: Words, statement: Mapping[str, Any]) -> Rows:
         own = f"setup {event['kind']}"
         rows += words.rows(own if own in words else "setup", **event)
     rows += words.rows("accepted", accepted=statement["accepted_updates"])
-    rows += _trial_rows(words, mechanism)
+    if mechanism["filter"] is not None and mechanism["updates"] is None:
+        rows += words.rows("trials by filter")
+    elif mechanism["trials"] is not None:
+        rows += words.rows("trials fixed", trials=mechanism["trials"])
+    elif test is None:
+        rows += words.rows("trials as updates")
+    else:
+        kind = "trials constant" if mechanism["to_the_cap"] else "trials private"
+        rows += words.rows(kind, cap=mechanism["trial_cap"])
     rows += words.rows("independence", **statement["independence"])
     return [*rows, *words.rows("random seeded" if statement["random"]["seeded"] else "random")]
 
@@ -231,7 +230,6 @@ def _sampled(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _menu_rows(words: Words, chosen: Mapping[str, Any], clip: str) -> Rows:
-    """What an update could be, and what decided which it was."""
     choices = chosen["offer"]["choices"]
     rates = [choice["sample_rate"] for choice in choices]
     noises = [choice["noise_multiplier"] for choice in choices]
@@ -249,7 +247,6 @@ def _menu_rows(words: Words, chosen: Mapping[str, Any], clip: str) -> Rows:
 
 
 def _block_rows(words: Words, mechanism: Mapping[str, Any], clip: str) -> Rows:
-    """Updates and tests in the order that was fixed before the run."""
     chosen, sizes = mechanism["blocks"], mechanism["blocks"]["updates"]
     rows = (
         _menu_rows(words, chosen, clip)
@@ -262,19 +259,7 @@ def _block_rows(words: Words, mechanism: Mapping[str, Any], clip: str) -> Rows:
     return [*rows, *words.rows(f"block test{of_all}", **_sampled(chosen["test"]))]
 
 
-def _trial_rows(words: Words, mechanism: Mapping[str, Any]) -> Rows:
-    cap = mechanism["trial_cap"]
-    if mechanism["filter"] is not None and mechanism["updates"] is None:
-        return words.rows("trials by filter")
-    if mechanism["trials"] is not None:
-        return words.rows("trials fixed", trials=mechanism["trials"])
-    if mechanism["trial"]["test"] is None:
-        return words.rows("trials as updates")
-    return words.rows("trials constant" if mechanism["to_the_cap"] else "trials private", cap=cap)
-
-
 def _metrics(words: Words, statement: Mapping[str, Any]) -> str:
-    """Noisy values that the tests released; nothing where there are none."""
     if "metrics" not in statement:
         return ""
     rows = []
@@ -287,7 +272,6 @@ def _metrics(words: Words, statement: Mapping[str, Any]) -> str:
 
 
 def _holdout(words: Words, statement: Mapping[str, Any]) -> str:
-    """Noisy figures of private records that were held out; nothing where there are none."""
     if "holdout" not in statement:
         return ""
     held = statement["holdout"]

@@ -281,7 +281,6 @@ def block_plan(
     steering: SampledGaussian | None = None,
     *,
     searches: bool = True,
-    may_stop: bool = False,
 ) -> Plan:
     """Updates in blocks of these numbers, and a noisy test after each; 0 means a test at once.
 
@@ -289,7 +288,7 @@ def block_plan(
     """
     step = Trial(update) if menu is None else menu
     phases = tuple(Phase(step, size, test=test, steering=steering) for size in blocks)
-    return Plan(budget, accounting, phases, setup, searches=searches, may_stop=may_stop)
+    return Plan(budget, accounting, phases, setup, searches=searches)
 
 
 def plan_blocks(

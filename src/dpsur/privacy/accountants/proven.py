@@ -189,9 +189,7 @@ def event_divergence(event: Event, order: float) -> float:
     return max(whole.divergence(order, direction, FINE).upper for direction in DIRECTIONS)
 
 
-def selective_divergence(
-    update: SelectiveUpdate, order: float, direction: Direction, accuracy: Accuracy = FINE
-) -> Interval:
+def selective_divergence(update: SelectiveUpdate, order: float, direction: Direction) -> Interval:
     """Certified upper and attained lower Rényi divergence of one accepted update.
 
     Formal guarantee: for neighbouring data sets and every accepted history, the law of the next
@@ -200,7 +198,7 @@ def selective_divergence(
     """
     if not 1.0 < order <= 1024.0:
         raise InvalidInputError(f"the order must be in (1, 1024], got {order}")
-    value = _divergence(update, order, direction, accuracy)
+    value = _divergence(update, order, direction, FINE)
     known(update).flush()
     return value
 
