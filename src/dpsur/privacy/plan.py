@@ -369,8 +369,8 @@ class Plan:
     def affords(self, ledger: Ledger, step: Step) -> bool:
         """Whether one more step fits. Asked before the step, never after."""
         if self.filter is not None:
-            counts = [n for n in (self.updates, self.filter.stop_after) if n is not None]
-            if any(ledger.updates >= count for count in counts) or ledger.trials >= self.trials:
+            most = math.inf if self.kept is None else self.kept
+            if ledger.updates >= most or ledger.trials >= self.trials:
                 return False
             if self.tail(ledger.record(step, updates=1)) > TAIL_SHARE * self.budget.delta:
                 return False
