@@ -149,7 +149,7 @@ def records_not_limited(monkeypatch):
     monkeypatch.setattr(
         PersonRecords,
         "draw",
-        lambda self, persons, _: [tuple(self._own[one].tolist()) for one in persons.tolist()],
+        lambda self, persons, _: [tuple(self.own[one].tolist()) for one in persons.tolist()],
     )
 
 

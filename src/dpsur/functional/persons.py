@@ -192,13 +192,13 @@ class PersonRecords:
         self.records_each, self.records = groups.records_each, len(groups.person)
         counts = torch.bincount(groups.person, minlength=groups.count)
         self._person, self._by_person = groups.person, torch.argsort(groups.person, stable=True)
-        self._own = torch.split(self._by_person, counts.tolist())
+        self.own = torch.split(self._by_person, counts.tolist())
         self._some_are_left_out = int(counts.max()) > self.records_each
         first = (counts.cumsum(0) - counts).repeat_interleave(counts)
         self._counts = torch.arange(self.records) - first < self.records_each
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self.own)
 
     @property
     def joining(self) -> int:
@@ -213,7 +213,7 @@ class PersonRecords:
 
     def draw(self, persons: Tensor, uniform: Callable[[int], Tensor]) -> list[tuple[int, ...]]:
         """The numbers of the records that some persons add, by so many uniform numbers."""
-        own = [self._own[person] for person in persons.tolist()]
+        own = [self.own[person] for person in persons.tolist()]
         if self._some_are_left_out:
             order = uniform(self.records).cpu()
             most = self.records_each
@@ -227,7 +227,6 @@ def choose_records(examples: Examples, groups: Groups) -> tuple[Examples, Person
     Guarantee: which records of a person are used follows from that person's records alone, by a
     keyed hash of their values. Adding or removing a person changes nothing for another one.
     """
-    checks.at_least_one("records_per_person", groups.records_each)
     if isinstance(examples, StreamedExamples):
         raise InvalidInputError(
             "groups need records in memory, but train_set is streamed; pass it as tensors"
@@ -237,9 +236,7 @@ def choose_records(examples: Examples, groups: Groups) -> tuple[Examples, Person
             f"groups name the persons of {len(groups.person)} records, but there are "
             f"{len(examples)}"
         )
-    order = torch.argsort(groups.person, stable=True)
-    counts = torch.bincount(groups.person, minlength=groups.count)
-    most = groups.records_each
+    most, persons = groups.records_each, PersonRecords(groups)
     parts = [
         np.ascontiguousarray(part.detach().cpu().numpy()).reshape(len(part), -1)
         for part in tensors_of((examples.inputs, examples.targets))
@@ -252,11 +249,10 @@ def choose_records(examples: Examples, groups: Groups) -> tuple[Examples, Person
             digest.update(part[record].data)
         return digest.digest()
 
-    kept, start = [], 0
-    for count in counts.tolist():
-        own = order[start : start + count].tolist()
-        start += count
-        kept.append(own if count <= most else sorted(sorted(own, key=draw)[:most]))
+    kept = [
+        own if len(own) <= most else sorted(sorted(own, key=draw)[:most])
+        for own in map(Tensor.tolist, persons.own)
+    ]
     width = min(most, max(map(len, kept)))
     flat = torch.tensor([row for own in kept for row in own])
     sizes = torch.tensor([len(own) for own in kept])
