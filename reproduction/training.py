@@ -24,13 +24,7 @@ from dpsur.runs.build_session import choose_device
 from dpsur.runs.fit import run_together
 from dpsur.runs.result import Run
 from dpsur.runs.session import Session
-from dpsur.runs.tasks import (
-    TaskRecords,
-    build_task_session,
-    features_of,
-    load_records,
-    task_of,
-)
+from dpsur.runs.tasks import TaskRecords, build_task_session, features_of, load_records, task_of
 from reproduction.arms import ARMS
 from reproduction.base import Cell, Experiment, Options, Row
 

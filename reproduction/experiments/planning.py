@@ -323,7 +323,7 @@ def _most_memory() -> int:
 
 def _without_privacy(run: Any, data: Data) -> float:
     """The same linear model on the same features, by logistic regression."""
-    from dpsur.features import apply_layers
+    from dpsur.features.layers import apply_layers
 
     def rows(part: Any) -> tuple[Tensor, Tensor]:
         if "schema" in data.declared:

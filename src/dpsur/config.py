@@ -32,15 +32,7 @@ from dpsur.options import (
     shorten,
     to_plain,
 )
-from dpsur.presets import (
-    AUTO,
-    ENCODER,
-    PRESETS,
-    DataFacts,
-    Preset,
-    explain_auto,
-    preset_named,
-)
+from dpsur.presets import AUTO, ENCODER, PRESETS, DataFacts, Preset, explain_auto, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.conversion import NOT_HELD_OUT

@@ -11,7 +11,8 @@ import torch
 from dpsur import features
 from dpsur.environment import cache_folder
 from dpsur.errors import InvalidInputError
-from dpsur.features import FEATURES, Scattering2d, cache, compute, features_named
+from dpsur.features import FEATURES, cache, compute, features_named
+from dpsur.features.scattering import Scattering2d
 
 SCATTERING = FEATURES["scattering"]
 

@@ -9,18 +9,9 @@ import torch.nn.functional as F
 
 import dpsur
 from dpsur.errors import CheckpointError, InvalidInputError
-from dpsur.features import (
-    Encoder,
-    ScatteringEncoder,
-    WhitenedScattering,
-    WithFeatures,
-    build_layers,
-    cache,
-    compute,
-    encoder,
-    features_named,
-)
-from dpsur.features.encoder import haar
+from dpsur.features import Encoder, cache, compute, encoder, features_named
+from dpsur.features.encoder import ScatteringEncoder, WhitenedScattering, haar
+from dpsur.features.layers import WithFeatures, build_layers
 from dpsur.networks import linear_head
 from dpsur.runs.verification import verify
 from dpsur.tasks.base import linear_heads

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dpsur.errors import InvalidInputError
-from dpsur.features import ChannelNorm, WithFeatures, apply_layers, build_layers, group_norm
+from dpsur.features.layers import ChannelNorm, WithFeatures, apply_layers, build_layers, group_norm
 from dpsur.networks import build_network
 
 SCATTERING = {"name": "scattering", "height": 28, "width": 28, "scales": 2, "angles": 8}

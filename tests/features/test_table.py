@@ -9,10 +9,10 @@ import torch
 
 import dpsur
 from dpsur.errors import InvalidInputError
-from dpsur.features import TableLayout, TableRows, statistics
+from dpsur.features import statistics
 from dpsur.features import table as table_features
 from dpsur.features.statistics import private_levels
-from dpsur.features.table import BINS, MOST_NUMBERS, grid, levels_of
+from dpsur.features.table import BINS, MOST_NUMBERS, TableLayout, TableRows, grid, levels_of
 from dpsur.functional.records import Examples
 from dpsur.mechanism import gaussian
 from dpsur.mechanism.streams import Streams

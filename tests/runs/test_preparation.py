@@ -11,7 +11,8 @@ from torch import nn
 import dpsur
 from dpsur.config import Intervals
 from dpsur.errors import BudgetError, InvalidInputError
-from dpsur.features import WithFeatures, compute, features_named
+from dpsur.features import compute, features_named
+from dpsur.features.layers import WithFeatures
 from dpsur.functional.records import Examples
 from dpsur.mechanism import gaussian
 from dpsur.mechanism.streams import Streams

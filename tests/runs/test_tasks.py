@@ -15,12 +15,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
 from dpsur.functional.records import Examples
 from dpsur.runs.fit import execute
-from dpsur.runs.tasks import (
-    build_task_session,
-    features_of,
-    load_records,
-    subset,
-)
+from dpsur.runs.tasks import build_task_session, features_of, load_records, subset
 from dpsur.tasks import TASKS
 from reproduction import methods
 from reproduction.networks import TemperedSigmoid

@@ -20,7 +20,8 @@ from dpsur.cli.parser import text
 from dpsur.config import data_facts, uses_gpu
 from dpsur.environment import CACHE_VARIABLE
 from dpsur.errors import InvalidInputError
-from dpsur.features import TABLE, TableLayout, features_named
+from dpsur.features import TABLE, features_named
+from dpsur.features.table import TableLayout
 from dpsur.functional.records import Examples
 from dpsur.methods import Dpsgd
 from dpsur.options import shorten

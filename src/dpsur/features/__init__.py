@@ -13,24 +13,10 @@ from torch import Tensor
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import cache
-from dpsur.features.encoder import (
-    ENCODER_DIGEST,
-    SCATTERING_DIGEST,
-    Encoder,
-    ScatteringEncoder,
-    WhitenedScattering,
-)
-from dpsur.features.layers import (
-    Centre,
-    ChannelNorm,
-    LayerDescription,
-    WithFeatures,
-    apply_layers,
-    build_layers,
-    group_norm,
-)
-from dpsur.features.scattering import Scattering2d
-from dpsur.features.table import TableLayout, TableRows, words
+from dpsur.features.encoder import ENCODER_DIGEST, SCATTERING_DIGEST
+from dpsur.features.encoder import Encoder as Encoder
+from dpsur.features.layers import LayerDescription, apply_layers, build_layers
+from dpsur.features.table import words as words
 
 Shape = tuple[int, ...]
 # How features can be normalised (see `dpsur.runs.input_features`).
@@ -198,32 +184,3 @@ def compute(
         known = apply_layers(module, inputs, device=device)
         cache.write(path, known)
     return known.to(inputs.device)
-
-
-__all__ = [
-    "FEATURES",
-    "GROUP",
-    "MEAN",
-    "NONE",
-    "NORMALISATIONS",
-    "PRIVATE",
-    "QUANTILES",
-    "TABLE",
-    "Centre",
-    "ChannelNorm",
-    "Encoder",
-    "Features",
-    "PixelScale",
-    "Scattering2d",
-    "ScatteringEncoder",
-    "TableLayout",
-    "TableRows",
-    "WhitenedScattering",
-    "WithFeatures",
-    "apply_layers",
-    "build_layers",
-    "compute",
-    "features_named",
-    "group_norm",
-    "words",
-]

@@ -14,7 +14,8 @@ from dpsur.config import Performance, RunConfig
 from dpsur.distributed import connect
 from dpsur.distributed.ranks import local_device, unwrap
 from dpsur.errors import InvalidInputError
-from dpsur.features import MEAN, PRIVATE, PixelScale, TableLayout
+from dpsur.features import MEAN, PRIVATE, PixelScale
+from dpsur.features.table import TableLayout
 from dpsur.functional.model_loss import is_transformers_model, model_loss
 from dpsur.functional.persons import Groups, PersonLoss, check_by_record, choose_records
 from dpsur.functional.problem import LossFunction, Problem, drop_weights

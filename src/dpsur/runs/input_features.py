@@ -17,16 +17,11 @@ from dpsur.features import (
     PRIVATE,
     QUANTILES,
     TABLE,
-    Centre,
-    ChannelNorm,
     PixelScale,
-    TableLayout,
-    TableRows,
-    apply_layers,
-    build_layers,
     compute,
     features_named,
 )
+from dpsur.features.layers import Centre, ChannelNorm, apply_layers, build_layers
 from dpsur.features.statistics import (
     channel_moments,
     channel_statistics,
@@ -34,6 +29,7 @@ from dpsur.features.statistics import (
     private_mean,
     private_quantile,
 )
+from dpsur.features.table import TableLayout, TableRows
 from dpsur.functional.persons import Persons
 from dpsur.functional.records import Examples, StreamedExamples
 from dpsur.mechanism.streams import FEATURES, SETUP, Stream, Streams

@@ -17,7 +17,7 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 from dpsur.errors import CheckpointError, FileError, InvalidInputError, describe_os_error
-from dpsur.features import WithFeatures, build_layers
+from dpsur.features.layers import WithFeatures, build_layers
 from dpsur.functional.tree import Params
 from dpsur.networks import build_network, parameter_count
 from dpsur.privacy.accounting import accounting_named

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.features import TABLE, PixelScale, TableLayout
+from dpsur.features import TABLE, PixelScale
 from dpsur.features.encoder import DIMENSION, SCATTERING_DIMENSION, SIZE
+from dpsur.features.table import TableLayout
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.options import DATA, build, check_options, declared, option

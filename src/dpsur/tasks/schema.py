@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
-from dpsur.features import TableLayout
-from dpsur.features.table import WORDS_DIMENSION, words
+from dpsur.features.table import WORDS_DIMENSION, TableLayout, words
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.networks import build_network

@@ -31,15 +31,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.features import TABLE
 from dpsur.functional.persons import called, number_persons, numbered
 from dpsur.functional.records import Examples
-from dpsur.tasks.base import (
-    VECTORS,
-    WORD_ROWS,
-    Declared,
-    Task,
-    existing,
-    kept,
-    named_file,
-)
+from dpsur.tasks.base import VECTORS, WORD_ROWS, Declared, Task, existing, kept, named_file
 from dpsur.tasks.schema import (
     AUTO,
     LINEAR,
