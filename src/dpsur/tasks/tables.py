@@ -70,7 +70,6 @@ class Undeclared:
 
     @classmethod
     def of(cls, schema: Schema, table: Any) -> "Undeclared":
-        """Look at every value of a table."""
         columns = {**schema.columns, **schema.target}
         flags = [_not_declared(column, table[name]) for name, column in columns.items()]
         classes = np.full(len(flags[0]), -1)
@@ -323,9 +322,14 @@ def _read_files(files: tuple[Path, ...], stored: str, group_by: str | None) -> _
             f"the schema tests on a share of {schema.test.share:g} of the records, which would "
             f"part the records of a person; with --group-by {group_by} name a test file, or none"
         )
-    train, test = split_by_draw(train, schema.test.share)
-    drawn = _is_tested(records, schema.test.share).numpy()
-    return _Parts(train, test, seen.select(~drawn), seen.select(drawn))
+    drawn = drawn_to_test(records, schema.test.share)
+    train, test = records.select(usable & ~drawn), records.select(usable & drawn)
+    if not len(train) or not len(test):
+        raise InvalidInputError(
+            f"a test share of {schema.test.share:g} leaves nothing to train or nothing to test; "
+            "choose another"
+        )
+    return _Parts(train, test, seen.select(~drawn.numpy()), seen.select(drawn.numpy()))
 
 
 def _check_group_by(name: str, schema: Schema, names: Sequence[str] | None = None) -> None:
@@ -379,7 +383,6 @@ def read_inputs(path: Path, schema: Schema) -> torch.Tensor:
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
-    """The values of some columns of a file."""
     found: dict[str, list[Any]] = {name: [] for name in names}
     for table in _tables(path, list(names)):
         for name in names:
@@ -388,25 +391,15 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def read_values(path: Path, name: str) -> list[Any]:
-    """The values of one column of a file."""
     return read_columns(path, [name])[name]
 
 
-def split_by_draw(records: Examples, share: float) -> tuple[Examples, Examples]:
-    """Records to train on and about this share of them to test on.
+def drawn_to_test(records: Examples, share: float) -> torch.Tensor:
+    """Which records to test on: about this share of them.
 
     Where a record goes follows from its own values alone, by a keyed hash, so that one record more
     or less moves no other.
     """
-    tested = _is_tested(records, share)
-    if bool(tested.all()) or not bool(tested.any()):
-        raise InvalidInputError(
-            f"a test share of {share:g} leaves nothing to train or nothing to test; choose another"
-        )
-    return records.select(~tested), records.select(tested)
-
-
-def _is_tested(records: Examples, share: float) -> torch.Tensor:
     inputs, targets = records.inputs.numpy(), records.targets.numpy()
     rows = np.concatenate([inputs, targets.reshape(len(targets), -1)], axis=1)
     draws = (hashlib.blake2b(row.data, digest_size=8, key=TEST_KEY).digest() for row in rows)
