@@ -604,57 +604,41 @@ class GradientMethod(OptimizerMethod):
             usual = {"accept_threshold": USUAL_THRESHOLD, "loss_clip": USUAL_LOSS_CLIP}
             open_ones: Any = {n: v for n, v in usual.items() if getattr(self, n) is None}
             settled = replace(settled, **open_ones)
-        if gate == "loss" and self.val_noise_multiplier is None:
-            noise = settled._affordable_test_noise(dataset_size, budget, accounting)
-            settled = replace(settled, val_noise_multiplier=noise)
-        if gate == "coin" and self.accept_ratio is None:
-            ratio = settled._affordable_ratio(dataset_size, budget, accounting)
-            settled = replace(settled, accept_ratio=ratio)
+        name = "accept_ratio" if gate == "coin" else "val_noise_multiplier"
+        if getattr(self, name) is None:
+            found: Any = {name: settled._affordable(dataset_size, budget, accounting)}
+            settled = replace(settled, **found)
         return settled
 
-    def _affordable_test_noise(
-        self, dataset_size: int, budget: Budget, accounting: Accounting
-    ) -> float:
-        """The usual noise, or as much more as keeps the tests to their share of the budget."""
-        rate, count = self._tests(dataset_size, accounting)
-        share = LOSS_TEST_SHARE * budget.epsilon
+    def _affordable(self, dataset_size: int, budget: Budget, accounting: Accounting) -> float:
+        """The usual noise of a test, or the usual ratio, unless tests would spend too much alone.
 
-        def epsilon_of(noise: float) -> float:
-            assert self.accept_threshold is not None
-            test = LossTest(rate, noise, self.accept_threshold)
-            return accounting.test_epsilon(test, count, budget.delta)
-
-        if epsilon_of(USUAL_TEST_NOISE) <= share:
-            return USUAL_TEST_NOISE
-        noise = least_noise(epsilon_of, share)
-        if noise is None:
-            raise self._no_room_for_tests(budget, count)
-        return noise
-
-    def _affordable_ratio(self, dataset_size: int, budget: Budget, accounting: Accounting) -> float:
-        """The usual ratio, or as much less as keeps the tests to their share of the budget."""
-        rate, count = self._tests(dataset_size, accounting)
-
-        def epsilon_of(ratio: float) -> float:
-            return accounting.test_epsilon(CoinTest(rate, ratio), count, budget.delta)
-
-        ratio = largest_ratio(epsilon_of, COIN_TEST_SHARE * budget.epsilon, USUAL_RATIO)
-        if ratio is None:
-            raise self._no_room_for_tests(budget, count)
-        return ratio
-
-    def _tests(self, dataset_size: int, accounting: Accounting) -> tuple[float, int]:
-        """The rate of the tests, and how many to expect to pay for."""
+        Then as much more noise, or as small a ratio, as keeps them to their share of the budget.
+        """
         assert self.val_batch_size is not None
+        rate = self.val_batch_size / dataset_size
         wanted = self.trials if accounting.charges == "trials" else self.updates
         count = self._default_count(dataset_size) if wanted is None else wanted
-        return self.val_batch_size / dataset_size, count
 
-    def _no_room_for_tests(self, budget: Budget, count: int) -> BudgetError:
-        return BudgetError(
-            f"epsilon {budget.epsilon:g} is too small for {count} tests of candidates; raise "
-            "epsilon, make fewer updates or use the method dpsgd, which makes no tests"
-        )
+        def epsilon_of(value: float) -> float:
+            if self.gate == "coin":
+                return accounting.test_epsilon(CoinTest(rate, value), count, budget.delta)
+            assert self.accept_threshold is not None
+            test = LossTest(rate, value, self.accept_threshold)
+            return accounting.test_epsilon(test, count, budget.delta)
+
+        found: float | None = USUAL_TEST_NOISE
+        share = LOSS_TEST_SHARE * budget.epsilon
+        if self.gate == "coin":
+            found = largest_ratio(epsilon_of, COIN_TEST_SHARE * budget.epsilon, USUAL_RATIO)
+        elif epsilon_of(USUAL_TEST_NOISE) > share:
+            found = least_noise(epsilon_of, share)
+        if found is None:
+            raise BudgetError(
+                f"epsilon {budget.epsilon:g} is too small for {count} tests of candidates; raise "
+                "epsilon, make fewer updates or use the method dpsgd, which makes no tests"
+            )
+        return found
 
     def _default_count(self, dataset_size: int) -> int:
         assert self.batch_size is not None
