@@ -94,7 +94,6 @@ def split_pool(pool: Examples, seed: int, persons: Tensor | None = None) -> Spli
 
 
 def count_persons(persons: Tensor) -> int:
-    """Of how many persons there are records."""
     return len(set(persons.tolist()))
 
 
@@ -105,7 +104,6 @@ def whole_persons(persons: Tensor, count: int, seed: int) -> Tensor:
 
 
 def join(*sets: Examples) -> Examples:
-    """Several sets of records as one pool."""
     return Examples(
         torch.cat([part.inputs for part in sets]), torch.cat([part.targets for part in sets])
     )
@@ -290,7 +288,6 @@ def lira_offline(target_odds: Array, shadows: Shadows) -> Array:
 
 
 def target_log_odds(target: Models, examples: Examples) -> Array:
-    """Log-odds of the true class under the first model."""
     return log_odds(target.outputs(examples.inputs)[0], examples.targets).cpu().numpy()
 
 

@@ -317,7 +317,6 @@ class FrozenFeatures(nn.Module):
         self.asset = AssetDigest(digest)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Images as they were before they were standardised."""
         if images.dtype == torch.uint8 or not self.standardised:
             return images
         return images * self.get_buffer("deviation") + self.get_buffer("mean")

@@ -62,7 +62,6 @@ class ChannelNorm(nn.Module):
         self.register_buffer("deviation", deviation)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Normalise the channels (dimension 1)."""
         shape = (-1, *(1,) * (features.dim() - 2))
         mean, deviation = self.get_buffer("mean"), self.get_buffer("deviation")
         return (features - mean.reshape(shape)) / deviation.reshape(shape)
@@ -97,7 +96,6 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build_layers(descriptions: Sequence[LayerDescription]) -> nn.Sequential:
-    """Build layers from their names and arguments, in order."""
     return nn.Sequential(*(build("feature layer", LAYERS, one) for one in descriptions))
 
 
@@ -120,7 +118,6 @@ class WithFeatures(nn.Module):
         self.network = network
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The network's outputs for raw inputs."""
         outputs: Tensor = self.network(self.features(inputs))
         return outputs
 

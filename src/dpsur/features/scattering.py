@@ -194,7 +194,6 @@ class Scattering2d(nn.Module):
         return self.get_buffer(f"rows_{scale}") @ maps @ self.get_buffer(f"columns_{scale}").mT
 
     def extra_repr(self) -> str:
-        """The size and the number of filters."""
         return f"{self.height}x{self.width}, scales={self.scales}, angles={self.angles}"
 
 

@@ -127,7 +127,6 @@ class PrivateTraining(lightning.Callback):  # type: ignore[misc]
         return self.engine.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the ledger of a checkpoint."""
         self.engine.load_state_dict(state_dict)
 
 

@@ -144,14 +144,12 @@ class OptimizerMethod(Method):
         self.make_average()
 
     def make_optimizer(self) -> Optimizer:
-        """Build the optimizer that these hyper-parameters name."""
         if self.optimizer == "adam":
             return Adam(self.adam_beta1, self.adam_beta2, self.adam_eps)
         checks.one_of("optimizer", self.optimizer, ("sgd", "adam"))
         return Sgd(self.momentum)
 
     def make_schedule(self, length: int) -> Schedule:
-        """Build the learning-rate schedule over a run of this length."""
         rate = USUAL_RATE if self.learning_rate is None else self.learning_rate
         if isinstance(rate, str):
             raise InvalidInputError(
@@ -175,7 +173,6 @@ class OptimizerMethod(Method):
 
 
 def check_batch_size(name: str, value: int, dataset_size: int) -> None:
-    """Refuse a batch larger than the data set."""
     if value > dataset_size:
         raise InvalidInputError(
             f"{name} {value} is larger than the data set of {dataset_size} records, a sample rate "

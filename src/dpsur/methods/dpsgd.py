@@ -155,7 +155,6 @@ class Nonprivate(OptimizerMethod):
         return replace(self, batch_size=size, updates=max(1, round(epochs * dataset_size / size)))
 
     def build(self, problem: Problem, plan: Plan) -> Procedure:
-        """Steps along the plain gradient, every one of them kept."""
         assert self.batch_size is not None
         source = PlainGradient(Sampler(problem), self.batch_size / len(problem.train))
         return Selective(self.proposer(problem, source, plan.length), AlwaysAccept(), plan.setup)
@@ -169,11 +168,9 @@ class PlainGradient(GradientSource):
     sample_rate: float
 
     def event(self, state: State) -> NonPrivate:  # noqa: ARG002
-        """An update without protection."""
         return NonPrivate()
 
     def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
-        """The mean gradient of a fresh batch."""
         batch = self.sampler.batch(self.sample_rate, draws)
         with self.sampler.layer_randomness(draws):
             return _mean_gradient(self.sampler.problem, state.params, batch), batch.overflow

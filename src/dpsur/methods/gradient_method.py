@@ -356,7 +356,6 @@ class GradientMethod(OptimizerMethod):
         return self._settle_repeated(dataset_size, budget, accounting, setup)
 
     def build(self, problem: Problem, plan: Plan) -> Procedure:
-        """A gradient proposer behind the gate that was settled."""
         proposer = self.proposer(problem, self.gradient_source(problem, plan), plan.length)
         if plan.tests:
             return self.block_procedure(plan, proposer)

@@ -36,7 +36,6 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build_network(description: Mapping[str, Any]) -> nn.Module:
-    """Build a network from its name and arguments."""
     return build("network", NETWORKS, description)
 
 
@@ -51,7 +50,6 @@ def parameter_count(description: Mapping[str, Any]) -> int:
 
 
 def takes(description: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
-    """Whether a described network has arguments of these names."""
     return set(changes) <= set(inspect.signature(NETWORKS[description["name"]]).parameters)
 
 

@@ -340,7 +340,6 @@ def encoder_preset(method: str, facts: DataFacts | None) -> Preset:
 
 
 def check_method(preset: str, method: str) -> None:
-    """Refuse methods that have no such settings."""
     if method not in METHODS:
         known = ", ".join(METHODS)
         raise InvalidInputError(

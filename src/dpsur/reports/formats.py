@@ -143,7 +143,6 @@ def converted(statement: Mapping[str, Any], other: Converted) -> Fields:
 
 
 def as_text(fields: Mapping[str, Any], indent: str = "") -> str:
-    """Fields as indented lines."""
     lines = []
     for name, value in fields.items():
         if isinstance(value, Mapping):

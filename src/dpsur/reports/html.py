@@ -484,7 +484,6 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def two_columns(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """A section with a table of names and values."""
     return f"<section><h2>{_text(title)}</h2>{_table(rows)}</section>"
 
 
@@ -617,12 +616,10 @@ class LivePage:
             self._write("stopped before its end" if kind else "finished")
 
     def started(self, plan: Plan, progress: Progress) -> None:
-        """Show the plan."""
         self._plan, self._passed = plan, plan.elapsed(progress.ledger)
         self._write()
 
     def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
-        """Advance."""
         del verdicts
         assert self._plan is not None
         self._passed = self._plan.elapsed(progress.ledger)

