@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpsur
+from dpsur.engine.weights import Gradients
 from dpsur.functional import tree
 from dpsur.mechanism import gaussian
 from tests.engine.helpers import private, records, without_noise
@@ -240,6 +241,40 @@ def test_no_gradient_shares_memory_with_sums(form, monkeypatch):
         kept.append([grad.clone() for grad in grads])
     assert taken[1] == taken[2]
     assert not torch.equal(kept[0][0], kept[1][0])
+
+
+@pytest.mark.parametrize("form", ["loop", "step"])
+def test_no_gradient_lies_beside_activations_of_a_gpu(form, monkeypatch):
+    """As in plain PyTorch, and with the same weights as where memory is kept."""
+    during = []
+
+    def trained():
+        engine, model, optimizer, loader = private(steps=3, seed=1)
+        held = engine._watcher.gradients
+
+        def loss(model, one):
+            scores = model(one[0])
+            grads = [value.grad is None for value in model.parameters()]
+            during.append(not held._grads and all(grads))
+            return F.cross_entropy(scores, one[1])
+
+        step = engine.private_step(loss) if form == "step" else None
+        for batch in loader:
+            if step is not None:
+                step(batch)
+            else:
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+            assert all(value.grad is not None for value in model.parameters())
+        return list(model.parameters())
+
+    kept = trained()
+    assert not all(during)
+    during.clear()
+    monkeypatch.setattr(Gradients, "KEPT_ON", ())
+    assert all(map(torch.equal, kept, trained()))
+    assert all(during)
 
 
 def places_of(tensors):

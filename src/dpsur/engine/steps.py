@@ -416,6 +416,7 @@ class PrivateLoop:
         watcher = self._watcher
         watcher.check_parameters()
         watcher.check_interrupted()
+        watcher.gradients.give_back(ours=True)
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         parts = []
         with self.final_refusals():

@@ -187,6 +187,7 @@ class Watcher(TrainedModule):
             return self._judge(name, given)
         count = _row_count(given)
         self._owner.expect(count)
+        self.gradients.give_back()
         self.check_interrupted()
         self._check_constants(name, given)
         if torch.is_autocast_enabled(self.device.type):

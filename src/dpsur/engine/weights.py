@@ -168,6 +168,8 @@ class Sums:
 class Gradients:
     """What stands in `.grad`: zeros after a backward pass, the private gradient after a step."""
 
+    KEPT_ON = ("cpu",)  # where memory for gradients is kept from step to step
+
     def __init__(self, trained: dict[str, nn.Parameter], sharding: Sharding | None) -> None:
         self._trained, self._sharding = trained, sharding
         self._grads: Params = {}
@@ -214,6 +216,20 @@ class Gradients:
                     "or frozen, with a gradient that is neither clipped nor noisy; give it another "
                     "optimizer, or build the model first, then call make_private"
                 )
+
+    def give_back(self, *, ours: bool = False) -> None:
+        """Let go of memory that the loop has cleared, so that none lies beside activations.
+
+        With `ours`, of a private gradient that still stands in `.grad` too. What lies on a CPU
+        stays: the system would have to clear new memory.
+        """
+        if any(value.device.type in self.KEPT_ON for value in self._grads.values()):
+            return
+        for name, value in self._trained.items():
+            if ours and value.grad is self._grads.get(name):
+                value.grad = None
+        if all(value.grad is None for value in self._trained.values()):
+            self._grads = {}
 
     def places(self) -> Params | None:
         """Where the private gradient is to be written; None for one in shards."""
