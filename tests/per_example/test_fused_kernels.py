@@ -188,17 +188,15 @@ def test_sums_of_normalisations(device):
 @pytest.mark.parametrize("directions", [1, 2])
 def test_cells_are_those_of_pytorch(directions, device, monkeypatch):
     torch.manual_seed(0)
-    shapes = [(6, 3, 28), (28, 7), (1, 28), (3, 7), (3, 7)]  # gates, weight, bias, state, cell
+    shapes = [(6, 3, 28), (28, 7), (3, 7), (3, 7)]  # gates, weight, state, cell
     given = [torch.randn(directions, *shape, device=device) for shape in shapes]
     upstream = torch.randn(directions, 6, 3, 7, device=device)
     found = []
     for kind in (device.type, "nowhere"):
         monkeypatch.setattr(fused, "DEVICE", kind)
         leaves = [value.clone().requires_grad_() for value in given]
-        gates, weight, bias, *first = leaves
-        states, last = recurrent.LstmRecurrence.apply(
-            gates, weight.detach(), bias.detach(), *first, []
-        )
+        gates, weight, *first = leaves
+        states, last = recurrent.LstmRecurrence.apply(gates, weight.detach(), *first, [])
         ((states * upstream).sum() + last.square().sum()).backward()
         found.append([states, last, *(leaf.grad for leaf in (gates, *first))])
     tolerance = 5e-3 if device.type == "cuda" else 1e-5  # the recurrence may be rounded to TF32

@@ -136,7 +136,7 @@ def _layer(
         states = torch.stack([one[0] for one in found])
         final = [torch.stack(last) for last in zip(*(one[1] for one in found), strict=True)]
     if len(seen) == 1:
-        return states[0], final
+        return states.squeeze(0), final  # whose backward pass needs no memory
     return torch.cat([states[0], states[1].flip(0)], -1), final
 
 
@@ -176,14 +176,18 @@ def _lstm_layer(
 ) -> tuple[Tensor, list[Tensor]]:
     """All directions of an LSTM (directions, times, rows, width), and their last states."""
     of_inputs = [weights.inputs, *([weights.input_bias] * bool(weights.input_bias))]
-    gates = torch.stack([F.linear(*one) for one in zip(seen, *of_inputs, strict=True)])
+    each = [F.linear(*one) for one in zip(seen, *of_inputs, strict=True)]
+    gates = torch.stack(each) if len(each) > 1 else each[0].unsqueeze(0).contiguous()
+    del each
+    if weights.hidden_bias:
+        # in place, where nothing else reads it; the graph need not know of a constant
+        gates.data.add_(torch.stack(weights.hidden_bias)[:, None, None])
     kept: list[Tensor] = []
     gates = tape.watch(gates, _record(tape, fold, [one.detach() for one in seen], weights, kept))
     hidden = torch.stack(weights.hidden)
-    shift = torch.stack(weights.hidden_bias).unsqueeze(1) if weights.hidden_bias else None
     if not initial:
         initial = [gates.new_zeros(*gates.shape[::2], hidden.shape[2])] * 2
-    states, last = LstmRecurrence.apply(gates, hidden, shift, *initial, kept)  # type: ignore[no-untyped-call]
+    states, last = LstmRecurrence.apply(gates, hidden, *initial, kept)  # type: ignore[no-untyped-call]
     return states, [states[:, -1], last]
 
 
@@ -228,16 +232,14 @@ class LstmRecurrence(torch.autograd.Function):
         ctx: Any,
         gates: Tensor,
         hidden_weight: Tensor,
-        bias: Tensor | None,
         hidden: Tensor,
         cell: Tensor,
         kept: list[Tensor],
     ) -> Any:
-        """The states of all times, and the last cell; `gates` are their input part."""
+        """The states of all times, and the last cell; `gates` are their input part and biases."""
         directions, times, rows, width = *gates.shape[:3], hidden_weight.shape[2]
         states = gates.new_empty(directions, times + 1, rows, width)
         states[:, 0] = hidden
-        gates = gates if bias is None else gates + bias.unsqueeze(1)
         weight, cells = hidden_weight.mT, torch.empty_like(states)
         active, squashed = torch.empty_like(gates), torch.empty_like(states[:, 1:])
         cells[:, 0] = cell
@@ -275,8 +277,8 @@ class LstmRecurrence(torch.autograd.Function):
                 for time in reversed(range(times)):
                     later = torch.bmm(gates[:, time + 1], weight) if time + 1 < times else None
                     fused.backward(time, outputs, later, cell, gates)
-            first = torch.bmm(gates[:, 0], weight) if ctx.needs_input_grad[3] else None
-        return gates, None, None, first, cell, None
+            first = torch.bmm(gates[:, 0], weight) if ctx.needs_input_grad[2] else None
+        return gates, None, first, cell, None
 
 
 def _gate_slopes(
