@@ -54,7 +54,7 @@ class Reader:
     def __init__(self, records):
         self.records, self.sizes, self.threads, self.last = records, [], set(), None
 
-    def read(self, rows):
+    def __call__(self, rows):
         self.sizes.append(len(rows))
         self.last = threading.current_thread()
         self.threads.add(self.last)
@@ -225,8 +225,8 @@ class FailsAt(Reader):
         super().__init__(records)
         self.at, self.error = at, error
 
-    def read(self, rows):
-        found = super().read(rows)
+    def __call__(self, rows):
+        found = super().__call__(rows)
         if len(self.sizes) == self.at:
             if isinstance(self.error, Exception):
                 raise self.error

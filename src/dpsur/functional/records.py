@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -152,10 +151,8 @@ class HostExamples(Examples):
         return examples.map(lambda value: value.to(self.device, non_blocking=True))
 
 
-class RecordReader(Protocol):
-    """Reads records by their numbers, from a file or a data set."""
-
-    def read(self, rows: Tensor) -> Examples: ...
+# Reads records by their numbers, from a file or a data set, into memory of the host.
+RecordReader = Callable[[Tensor], Examples]
 
 
 @dataclass(frozen=True, repr=False)
@@ -183,7 +180,12 @@ class StreamedExamples(HostExamples):
 
     def with_targets(self, convert: Callable[[Tensor], Tensor]) -> "StreamedExamples":
         targets = map_tensors(lambda value: blank_rows(convert(value[:1]), len(self)), self.targets)
-        return replace(self, targets=targets, reader=_Converted(self.reader, convert), _ahead={})
+
+        def read(rows: Tensor) -> Examples:
+            found = self.reader(rows)
+            return Examples(found.inputs, map_tensors(convert, found.targets))
+
+        return replace(self, targets=targets, reader=read, _ahead={})
 
     def _span(self, start: int, rows: int) -> Examples:
         return self._gather(
@@ -193,18 +195,8 @@ class StreamedExamples(HostExamples):
     def _gather(self, rows: Tensor) -> Examples:
         if not len(rows):
             return self.map(lambda value: value[:0])
-        found = self.reader.read(rows)
+        found = self.reader(rows)
         return found if self.device.type != "cuda" else found.map(Tensor.pin_memory)
-
-
-@dataclass(frozen=True)
-class _Converted:
-    reader: RecordReader
-    convert: Callable[[Tensor], Tensor]
-
-    def read(self, rows: Tensor) -> Examples:
-        found = self.reader.read(rows)
-        return Examples(found.inputs, map_tensors(self.convert, found.targets))
 
 
 def blank_rows(record: Tensor, count: int) -> Tensor:
@@ -214,7 +206,7 @@ def blank_rows(record: Tensor, count: int) -> Tensor:
 
 def stream(reader: RecordReader, count: int) -> StreamedExamples:
     """Records that a reader reads, of the shapes and types of its first one."""
-    first = reader.read(torch.zeros(1, dtype=torch.int64, device="cpu"))
+    first = reader(torch.zeros(1, dtype=torch.int64, device="cpu"))
     blank = first.map(lambda value: blank_rows(value, count))
     return StreamedExamples(blank.inputs, blank.targets, torch.device("cpu"), reader=reader)
 

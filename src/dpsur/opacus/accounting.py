@@ -1,6 +1,6 @@
 """Accountants with the interface of Opacus: figures come from privacy loss distributions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpsur.errors import InvalidInputError
@@ -39,13 +39,6 @@ class IAccountant:
     @classmethod
     def mechanism(cls) -> str:
         return "prv"
-
-    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[..., None]:
-        """Refused: steps are charged by the engine, before they are made."""
-        raise InvalidInputError(
-            f"steps at sample rate {sample_rate:g} are charged by PrivacyEngine.make_private, "
-            "before they are made; leave the hook out"
-        )
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
         found = {} if destination is None else destination

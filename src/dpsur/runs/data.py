@@ -473,15 +473,12 @@ class ArrayReader:
     def __init__(self, inputs: TensorTree, targets: TensorTree, fraction: torch.dtype) -> None:
         self._inputs, self._targets, self._fraction = inputs, targets, fraction
 
-    def read(self, rows: Tensor) -> Examples:
-        return Examples(self._rows(self._inputs, rows), self._rows(self._targets, rows))
-
-    def _rows(self, tree: TensorTree, rows: Tensor) -> TensorTree:
+    def __call__(self, rows: Tensor) -> Examples:
         def read(values: Tensor) -> Tensor:
             found = values.index_select(0, rows)
             return found.to(self._fraction) if found.is_floating_point() else found
 
-        return map_tensors(read, tree)
+        return Examples(map_tensors(read, self._inputs), map_tensors(read, self._targets))
 
 
 class DataSetReader:
@@ -491,7 +488,7 @@ class DataSetReader:
         self._data, self._convert, self._workers = data, convert, workers
         self._pool: ProcessPoolExecutor | None = None
 
-    def read(self, rows: Tensor) -> Examples:
+    def __call__(self, rows: Tensor) -> Examples:
         if not self._workers:
             return _read(self._data, self._convert, rows.tolist())
         parts = [part.tolist() for part in rows.chunk(self._workers)]
