@@ -50,7 +50,9 @@ class Arm:
         preset = preset_named(self.preset_name, self.preset_of, task, epsilon, facts)
         if self.released_network and task == "imdb":
             preset = replace(preset, network={**preset.network, **BEFORE_LSTM})
-        return preset.changed(dict(self.changes))
+        changes = dict(self.changes)  # which hold whatever was chosen
+        chosen = {name: value for name, value in preset.chosen.items() if name not in changes}
+        return replace(preset, given={**preset.given, **changes}, chosen=chosen)
 
     @property
     def sound(self) -> bool:

@@ -7,6 +7,7 @@ DPSGD-TS, is the preset `tramer-boneh`.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dpsur.errors import InvalidInputError
@@ -148,12 +149,12 @@ def _updates_when_tuned(dataset_size: int, tuned: Mapping[str, float]) -> int:
 def _dpis(setting: PaperSetting) -> Preset:
     options = {**_steps(setting), "schedule": "linear", "noise_multiplier": None}
     chosen = tuned_setting("dpis", setting.dataset, setting.epsilon)
-    return _on_features(setting, options).tuned(chosen)
+    return replace(_on_features(setting, options), chosen=chosen)
 
 
 def _dpagd(setting: PaperSetting) -> Preset:
     chosen = tuned_setting("dpagd", setting.dataset, setting.epsilon)
-    return _on_inputs(setting, BATCHES).tuned(chosen)
+    return replace(_on_inputs(setting, BATCHES), chosen=chosen)
 
 
 def _nonprivate(setting: PaperSetting) -> Preset:

@@ -47,5 +47,5 @@ def tuned_preset(method: str, task: str, epsilon: int) -> Preset:
         raise InvalidInputError(f"preset tuned has no settings for method {method}; it has {known}")
     model = MODELS[task]
     options = {**model.options, **METHODS[method]}
-    preset = Preset(options, model.features, model.normalisation, model.network)
-    return preset.tuned(tuned_setting(f"best-{method}", task, epsilon))
+    chosen = tuned_setting(f"best-{method}", task, epsilon)
+    return Preset(options, model.features, model.normalisation, model.network, chosen)

@@ -2,10 +2,10 @@
 
 import hashlib
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 import dpsur
 from dpsur.errors import CheckpointError, InvalidInputError
@@ -235,12 +235,12 @@ def test_the_cache_holds_sixteen_bits_without_loss(tmp_path, monkeypatch):
     monkeypatch.setenv("DPSUR_CACHE", str(tmp_path))
     images, _ = striped(2)
     first = compute(features_named("encoder"), images)
-    (path,) = (tmp_path / "features").glob("*.npy")
-    assert np.load(path).dtype == np.float16
+    (path,) = (tmp_path / "features").glob("*.safetensors")
+    assert load_file(path)["features"].dtype == torch.float16
     assert torch.equal(compute(features_named("encoder"), images), first)
     assert first.dtype == torch.float32
     cache.write(path, first + 1e-5)
-    assert np.load(path).dtype == np.float32
+    assert load_file(path)["features"].dtype == torch.float32
 
 
 def test_haar_is_a_change_of_coordinates():

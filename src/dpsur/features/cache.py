@@ -6,23 +6,22 @@ folder 0700), and not a part of any release. Losing or damaging one costs time, 
 
 import contextlib
 import hmac
-import io
 import json
 import os
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from dpsur.environment import cache_folder
 
-Array = NDArray[Any]
 KEY, KEY_BYTES = "key", 32
 
 
@@ -32,12 +31,12 @@ def path_for(transform: Mapping[str, Any], inputs: Tensor) -> Path:
     A plain hash of the records would let anyone who sees a list of files try out what the records
     are. So the hash has a key, which stays in the folder.
     """
-    values = np.ascontiguousarray(inputs.detach().cpu().numpy())
-    about = {**transform, "shape": values.shape, "type": values.dtype.str}
+    values = inputs.detach().cpu()
+    about = {**transform, "shape": values.shape, "type": str(values.dtype)}
     folder = cache_folder() / "features"
     digest = hmac.new(_key(folder), json.dumps(about, sort_keys=True).encode(), "sha256")
     digest.update(_bytes(values))
-    return folder / f"{digest.hexdigest()}.npy"
+    return folder / f"{digest.hexdigest()}.safetensors"
 
 
 def _key(folder: Path) -> bytes:
@@ -45,30 +44,25 @@ def _key(folder: Path) -> bytes:
     path, fresh = folder / KEY, os.urandom(KEY_BYTES)
     with contextlib.suppress(OSError):
         if not path.exists():
-            _write(path, [fresh])
+            _write(path, fresh)
         kept = path.read_bytes() if path.is_file() else b""
         return kept if len(kept) == KEY_BYTES else fresh
     return fresh
 
 
 def read(path: Path, shape: tuple[int, ...]) -> Tensor | None:
-    """Map a file into memory; None if it is missing, damaged or of another shape.
-
-    Pages are copied when written to, so that nobody changes the file by changing the tensor.
-    """
+    """Map a file into memory; None if it is missing, damaged or of another shape."""
     if not path.is_file():  # to open a pipe would wait for ever
         return None
     try:
-        values = np.lib.format.open_memmap(path, mode="c")
-        known = values.dtype in (np.float32, np.float16) and values.flags.c_contiguous
-        if values.shape != shape or not known:
-            return None
-        with path.open("rb") as file:
-            file.seek(values.offset + values.nbytes)
-            stored = file.read()
-    except Exception:  # numpy raises anything about a damaged header; the features are recomputed
+        with safe_open(path, "pt") as file:
+            found: Tensor = file.get_tensor("features")
+            checksum = file.metadata()["crc32"]
+    except Exception:  # whatever is raised about a damaged header; the features are recomputed
         return None
-    return torch.from_numpy(values).float() if stored == _checksum(values) else None
+    if found.shape != shape or not found.is_floating_point() or _checksum(found) != checksum:
+        return None
+    return found.float()
 
 
 def write(path: Path, features: Tensor) -> None:
@@ -79,14 +73,11 @@ def write(path: Path, features: Tensor) -> None:
     """
     small = features.detach().half()
     stored = small if torch.equal(small.to(features.dtype), features) else features.detach()
-    values = np.ascontiguousarray(stored.cpu().numpy())
-    head = io.BytesIO()
-    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(values))
-    # the checksum lies behind the array, where readers of .npy do not look
-    _write(path, [head.getvalue(), _bytes(values), _checksum(values)])
+    stored = stored.cpu().contiguous()
+    _write(path, save({"features": stored}, {"crc32": _checksum(stored)}))
 
 
-def _write(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+def _write(path: Path, content: bytes) -> None:
     folder = path.parent
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,7 +85,7 @@ def _write(path: Path, parts: Sequence[bytes | memoryview]) -> None:
         descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")  # mode 0600
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.writelines(parts)
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             Path(temporary).replace(path)
@@ -103,9 +94,9 @@ def _write(path: Path, parts: Sequence[bytes | memoryview]) -> None:
             raise
 
 
-def _checksum(values: Array) -> bytes:
-    return zlib.crc32(_bytes(values)).to_bytes(4, "little")
+def _checksum(values: Tensor) -> str:
+    return str(zlib.crc32(_bytes(values)))
 
 
-def _bytes(values: Array) -> memoryview:
-    return values.reshape(-1).view(np.uint8).data
+def _bytes(values: Tensor) -> memoryview:
+    return np.ascontiguousarray(values.numpy()).reshape(-1).view(np.uint8).data

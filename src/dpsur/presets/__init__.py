@@ -25,7 +25,7 @@ import csv
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -79,15 +79,6 @@ class Preset:
     @property
     def options(self) -> dict[str, Any]:
         return {**self.given, **self.chosen}
-
-    def tuned(self, chosen: Mapping[str, Any]) -> "Preset":
-        """The preset with hyper-parameters that were chosen by trying several."""
-        return replace(self, chosen={**self.chosen, **chosen})
-
-    def changed(self, changes: Mapping[str, Any]) -> "Preset":
-        """The preset with hyper-parameters that hold whatever is chosen."""
-        rest = {name: value for name, value in self.chosen.items() if name not in changes}
-        return replace(self, given={**self.given, **changes}, chosen=rest)
 
 
 TABLES = ("paper", "tramer-boneh", "tuned")

@@ -113,7 +113,7 @@ def npz_test_records(name: str) -> Examples | None:
 def _records(files: tuple[Path, ...]) -> tuple[Examples, Examples | None, int | None, bool]:
     """Training and test records, the classes that the file declares, and whether x holds texts."""
     (path,) = files
-    arrays = _read(path)
+    arrays = read_file(path, "write it with np.savez(FILE, x=..., y=..., classes=...)")
     for name in ("x", "y"):
         if name not in arrays:
             raise InvalidInputError(
@@ -131,14 +131,14 @@ def _records(files: tuple[Path, ...]) -> tuple[Examples, Examples | None, int | 
     return train, test, _stored_classes(path, arrays), arrays["x"].dtype.kind == "U"
 
 
-def _read(path: Path) -> Arrays:
+def read_file(path: Path, remedy: str) -> Arrays:
+    """The arrays of a user's file; its words are shown to the user alone."""
     try:
         with path.open("rb") as file:
             return read_arrays(path, file, KNOWN)
     except OSError as error:
         raise InvalidInputError(f"{path} cannot be read ({error.strerror})") from None
     except DamagedFileError as error:
-        remedy = "write it with np.savez(FILE, x=..., y=..., classes=...)"
         if error.detail is None:
             raise InvalidInputError(f"{path} {error.reason}; {remedy}") from None
         raise InvalidInputError(

@@ -21,7 +21,7 @@ from torch import Tensor
 from dpsur.errors import InvalidInputError
 from dpsur.features import words
 from dpsur.tasks.images import ENDINGS, images_in, read_images
-from dpsur.tasks.npz import DamagedFileError, read_arrays
+from dpsur.tasks.npz import read_file
 from dpsur.tasks.schema import Schema
 from dpsur.tasks.tables import JSON_LINES, read_inputs, read_values
 
@@ -250,16 +250,15 @@ def _text_lines(path: Path) -> list[str]:
 
 def _array(path: Path) -> Any:
     """The array x of a file of np.savez, or the one array of np.save."""
-    try:
-        if path.suffix == ".npy":
+    remedy = "write it with np.savez(FILE, x=...)"
+    if path.suffix == ".npy":
+        try:
             return np.load(path, allow_pickle=False)
-        with path.open("rb") as file:
-            arrays = read_arrays(path, file, ("x", "y", "x_test", "y_test", "classes"))
-    except (DamagedFileError, ValueError) as error:
-        raise InvalidInputError(
-            f"{path} is damaged, or not a file of numpy; write it with np.savez(FILE, x=...)",
-            private=str(error),
-        ) from None
+        except ValueError as error:
+            raise InvalidInputError(
+                f"{path} is damaged, or not a file of numpy; {remedy}", private=str(error)
+            ) from None
+    arrays = read_file(path, remedy)
     if "x" not in arrays:
-        raise InvalidInputError(f"{path} holds no array x; write np.savez(FILE, x=...)")
+        raise InvalidInputError(f"{path} holds no array x; {remedy}")
     return arrays["x"]
