@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from dpsur.errors import InvalidInputError
 from dpsur.features import Encoder
 from dpsur.features.encoder import SIZE, Whitening, pooled_maps, rotate
-from dpsur.runs.build_session import choose_device
+from dpsur.runs.session import choose_device
 from reproduction import procedural
 from reproduction.encoder_network import WideResNet, frozen
 from reproduction.procedural import families

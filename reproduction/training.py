@@ -20,10 +20,9 @@ from dpsur.features import PRIVATE, compute, features_named
 from dpsur.functional.records import Examples
 from dpsur.methods import Nonprivate
 from dpsur.privacy.budget import Budget
-from dpsur.runs.build_session import choose_device
 from dpsur.runs.fit import run_together
 from dpsur.runs.result import Run
-from dpsur.runs.session import Session
+from dpsur.runs.session import Session, choose_device
 from dpsur.runs.tasks import TaskRecords, build_task_session, features_of, load_records, task_of
 from reproduction.arms import ARMS
 from reproduction.base import Cell, Experiment, Options, Row

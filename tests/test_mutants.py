@@ -38,8 +38,8 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import repeated_plan
-from dpsur.runs import build_session as building
 from dpsur.runs import input_features
+from dpsur.runs import session as building
 from dpsur.runs import validation as losses
 from dpsur.runs.input_features import InputFeatures, compute_inputs
 from tests.conftest import blobs, small_model, stream

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from dpsur.runs.build_session import choose_device
+from dpsur.runs.session import choose_device
 from reproduction.bench.grid_time import KIND, Row, kind_of, made_rows
 from reproduction.rows import provenance, read_rows
 from reproduction.training import device_name, loaded_records, trained_rows

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from dpsur.config import Performance, RunConfig
 from dpsur.methods import Dpsur
 from dpsur.privacy.budget import Budget
-from dpsur.runs.build_session import build_session
 from dpsur.runs.fit import run_together
 from dpsur.runs.result import Run
-from dpsur.runs.session import Session
+from dpsur.runs.session import Session, build_session
 from reproduction.bench.networks import network_named
 
 RECORDS, UPDATES = {"cuda": 60_000, "cpu": 3_000}, {"cuda": 300, "cpu": 5}

@@ -32,9 +32,9 @@ METHODS = ("dpsgd", "dpsur", "auto")
 # Where the time of `fit` goes: part -> module and function.
 PARTS = {
     "checks": ("dpsur.runs.fit", "build_session"),  # all of it that is no other part
-    "calibration": ("dpsur.runs.build_session", "_settle"),
-    "features": ("dpsur.runs.build_session", "compute_inputs"),
-    "placing": ("dpsur.runs.build_session", "place"),
+    "calibration": ("dpsur.runs.session", "_settle"),
+    "features": ("dpsur.runs.session", "compute_inputs"),
+    "placing": ("dpsur.runs.session", "place"),
     "engine choice": ("dpsur.per_example.clipping", "_make"),
     "nvrtc": ("dpsur.per_example.kernels.nvrtc", "compile_kernel"),
     "triton import": ("dpsur.per_example.kernels.fused", "_source"),

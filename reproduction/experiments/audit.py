@@ -15,7 +15,7 @@ from dpsur.methods import Dpsgd, DpsgdHf, Dpsur
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.networks import build_network
 from dpsur.privacy.budget import Budget
-from dpsur.runs.build_session import choose_device
+from dpsur.runs.session import choose_device
 from dpsur.tasks import task_named
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.audits.mechanism import EXACT_ONLY, UNITS, audit_exactly, audit_unit

@@ -34,7 +34,7 @@ from dpsur.methods import method_named
 from dpsur.presets import Preset, preset_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
-from dpsur.runs.build_session import choose_device
+from dpsur.runs.session import choose_device
 from dpsur.tasks import task_named
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row

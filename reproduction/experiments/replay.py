@@ -22,13 +22,12 @@ from dpsur.mechanism.proposer import DpGradient, GradientProposer
 from dpsur.mechanism.state import State
 from dpsur.mechanism.streams import BATCH
 from dpsur.mechanism.trial import EagerLoop, Loop, Progress, Selective, trial
-from dpsur.runs.build_session import build_session
 from dpsur.runs.checkpoint import load_positions
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import execute
 from dpsur.runs.release import NO_ORIGIN
 from dpsur.runs.replay import ELSEWHERE, replay
-from dpsur.runs.session import Session
+from dpsur.runs.session import Session, build_session
 from dpsur.status import silenced
 from dpsur.tasks import mnist_5k
 from reproduction.artifacts import Artifact, Column, Table, table_page

@@ -18,7 +18,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.tree import to_vector
 from dpsur.mechanism import gaussian
 from dpsur.mechanism.trial import start
-from dpsur.runs.build_session import build_session
+from dpsur.runs.session import build_session
 
 METHODS = {
     "sgd": dpsur.Dpsgd(updates=8, batch_size=30),

@@ -19,7 +19,7 @@ from dpsur.functional.records import Examples
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import clipped_sum
 from dpsur.privacy.budget import Budget
-from dpsur.runs import build_session as building
+from dpsur.runs import session as building
 from reproduction.audits.negative_controls import FAULTS, SOUND, audit_broken_training
 from reproduction.audits.repeated import DELTA, PLACES, TINY, audit_repeated, outcomes
 from tests.conftest import blobs, small_model

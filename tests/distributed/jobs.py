@@ -27,9 +27,9 @@ from dpsur.mechanism import gaussian
 from dpsur.mechanism.gaussian import Batch
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import train
-from dpsur.runs.build_session import build_session
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import execute
+from dpsur.runs.session import build_session
 from tests.methods.problems import BUDGET
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ import dpsur
 from dpsur.config import Intervals, RunConfig
 from dpsur.methods import METHODS
 from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.runs.build_session import build_session
 from dpsur.runs.checkpoint import FILE_NAME
 from dpsur.runs.files import finite
 from dpsur.runs.fit import execute
+from dpsur.runs.session import build_session
 from dpsur.runs.verification import verify
 from tests.conftest import StopAt
 from tests.methods.problems import (

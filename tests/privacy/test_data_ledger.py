@@ -228,7 +228,7 @@ def test_a_run_that_is_refused_draws_nothing(tmp_path, monkeypatch):
     def started(*_, **__):
         raise AssertionError("statistics were drawn")
 
-    monkeypatch.setattr("dpsur.runs.build_session.compute_inputs", started)
+    monkeypatch.setattr("dpsur.runs.session.compute_inputs", started)
     with pytest.raises(BudgetError, match="above its total of 0.01"):
         fitted(book)
     assert book.bookings() == []

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from dpsur.config import RunConfig
 from dpsur.methods import Dpsgd
 from dpsur.privacy.budget import Budget
-from dpsur.runs.build_session import build_session
+from dpsur.runs.session import build_session
 from reproduction.bench import grid_part, grid_time
 from reproduction.rows import read_rows
 from reproduction.training import TrainingCell

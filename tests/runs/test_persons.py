@@ -22,8 +22,8 @@ from dpsur.mechanism.streams import FEATURES, SETUP, Streams
 from dpsur.per_example import clipped_sum
 from dpsur.privacy.events import Gaussian
 from dpsur.privacy.statement import TEXTS, guarantee_rows
-from dpsur.runs import build_session as building
-from dpsur.runs.build_session import build_session
+from dpsur.runs import session as building
+from dpsur.runs.session import build_session
 from dpsur.runs.verification import statement_faults
 from reproduction import methods
 from tests.mutants import Mutant, law_tests

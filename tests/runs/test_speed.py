@@ -10,9 +10,9 @@ from dpsur.functional.records import HostExamples, place
 from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.privacy.statement import TEXTS
-from dpsur.runs.build_session import build_session
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import execute
+from dpsur.runs.session import build_session
 from reproduction.methods.dpis import Dpis
 from tests.conftest import blobs, small_model
 from tests.runs.test_fit import BUDGET, COIN, quick_fit, weights

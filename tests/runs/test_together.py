@@ -11,9 +11,8 @@ from dpsur.config import Intervals, RunConfig
 from dpsur.errors import InvalidInputError, NothingReleasedError
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.budget import Budget
-from dpsur.runs.build_session import build_session
 from dpsur.runs.fit import execute, run_together
-from dpsur.runs.session import Session
+from dpsur.runs.session import Session, build_session
 from tests.conftest import blobs, small_model
 
 METHOD = Dpsur(updates=12, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5)

@@ -24,8 +24,7 @@ from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.methods import Method
 from dpsur.privacy.budget import Budget
-from dpsur.runs.build_session import build_session
-from dpsur.runs.session import Observer, Session
+from dpsur.runs.session import Observer, Session, build_session
 
 # Guesses on a tenth of the canaries say most about a training of moderate epsilon, guesses on more
 # of them about one that hides little. They share the error, as do the bound and the p-value.

@@ -48,10 +48,10 @@ from dpsur.networks import build_network
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.statement import format_epsilon
-from dpsur.runs.build_session import choose_device
 from dpsur.runs.evaluation import check_fits, split_off
 from dpsur.runs.observers import ProgressBar
 from dpsur.runs.release import read_release
+from dpsur.runs.session import choose_device
 from dpsur.runs.tasks import build_task_session, subset
 from dpsur.status import silenced, status
 from dpsur.tasks import OWN, TASKS, Task, task_named

@@ -21,7 +21,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.options import DATA, MODEL
 from dpsur.per_example import engine_report
-from dpsur.runs.build_session import choose_device
+from dpsur.runs.session import choose_device
 from dpsur.runs.tasks import imported, sample_problem
 
 EXPLAIN = """\

@@ -20,7 +20,6 @@ import numpy as np
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.privacy.statement import format_epsilon, group_rows
-from dpsur.runs.build_session import choose_device
 from dpsur.runs.evaluation import (
     check_fits,
     describe_scores,
@@ -32,6 +31,7 @@ from dpsur.runs.files import MALFORMED, check_release, finite, write_atomically
 from dpsur.runs.predictor import SIGNATURE, Predictions, Predictor, export, load
 from dpsur.runs.release import read_release
 from dpsur.runs.result import run_rows
+from dpsur.runs.session import choose_device
 from dpsur.runs.verification import read_statement, statement_faults
 from dpsur.status import status
 from dpsur.tasks import TASKS, load_test_records

@@ -18,9 +18,9 @@ from dpsur.privacy.statement import plan_from_statement, unit_of
 from dpsur.reports import read_report, render_report
 from dpsur.reports.contents import NO_NOTES, Notes
 from dpsur.reports.formats import as_text, converted, nist, registry
-from dpsur.runs.build_session import choose_device
 from dpsur.runs.files import check_release, finite, write_atomically
 from dpsur.runs.result import KINDS, RunCurves, plot_runs
+from dpsur.runs.session import choose_device
 from dpsur.runs.verification import read_statement
 from dpsur.status import silenced, status
 

@@ -16,8 +16,8 @@ from dpsur.distributed import Ranks, connect, is_distributed, restarted
 from dpsur.errors import CheckpointError, InvalidInputError
 from dpsur.methods import METHODS, Method, method_named
 from dpsur.options import DATA, MODEL, PERFORMANCE, PRIVACY, RUN, Option, by_heading, declared, flag
-from dpsur.runs.build_session import choose_device
 from dpsur.runs.files import RunFolder, command_in, numbered
+from dpsur.runs.session import choose_device
 from dpsur.tasks import DEFAULT_TASK, OWN, TASKS, Declared
 
 # Where runs go that are given no folder.

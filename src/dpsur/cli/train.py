@@ -30,7 +30,6 @@ from dpsur.privacy.events import Ledger, LossTest
 from dpsur.privacy.plan import NOT_HIDDEN
 from dpsur.privacy.statement import PERSON, RECORD, format_epsilon, metric_text
 from dpsur.reports.html import LivePage
-from dpsur.runs.build_session import drawing_records
 from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.evaluation import doubts, objection, shown_scores
 from dpsur.runs.files import RunFolder, finite, resume_command
@@ -40,7 +39,7 @@ from dpsur.runs.observers import TRACKERS, ProgressBar, check_track, tracked
 from dpsur.runs.planning import prospect
 from dpsur.runs.result import Run
 from dpsur.runs.schema_learning import learn_schema
-from dpsur.runs.session import Observer, Session
+from dpsur.runs.session import Observer, Session, drawing_records
 from dpsur.runs.tasks import build_task_session, features_of, load_records, note_privately, task_of
 from dpsur.status import silenced, status
 from dpsur.tasks.base import named_file

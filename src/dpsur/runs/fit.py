@@ -48,7 +48,6 @@ from dpsur.privacy.statement import (
     PERSON,
     RECORD,
 )
-from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.checkpoint import load_positions, load_statistics
 from dpsur.runs.data import Collated
 from dpsur.runs.evaluation import (
@@ -71,7 +70,7 @@ from dpsur.runs.release import (
 from dpsur.runs.replay import commitments, stated_commitments
 from dpsur.runs.replay import replay as replay_run
 from dpsur.runs.result import Run, finish_run, known_origin, objections
-from dpsur.runs.session import ActiveRun, Observer, Session
+from dpsur.runs.session import ActiveRun, Observer, Session, build_session, choose_device
 from dpsur.runs.tasks import (
     Given,
     better_for_images,

@@ -29,13 +29,12 @@ from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.networks import build_network, takes
 from dpsur.per_example.model_check import check_model
-from dpsur.runs.build_session import build_session, choose_device
 from dpsur.runs.data import as_examples, generators_restored, keyed_draws
 from dpsur.runs.evaluation import check_target, split_off
 from dpsur.runs.files import RunFolder, to_json, write_atomically
 from dpsur.runs.input_features import InputFeatures
 from dpsur.runs.release import Origin
-from dpsur.runs.session import Session
+from dpsur.runs.session import Session, build_session, choose_device
 from dpsur.tasks import OWN, TASKS, Declared, Task, task_named
 from dpsur.tasks.base import image_shape
 from dpsur.tasks.images import read_images
