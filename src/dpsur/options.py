@@ -160,14 +160,11 @@ def _declared(owner: type, part: str | None) -> Iterator[Option]:
     for each in fields(owner):
         hint = hints[each.name]
         if "help" in each.metadata:
-            yield Option(each.name, _kinds(hint), each, part)
+            kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+            plain = tuple(typing.get_origin(kind) or kind for kind in kinds)
+            yield Option(each.name, plain, each, part)
         elif is_dataclass(hint):
             yield from _declared(typing.cast(type, hint), each.name)
-
-
-def _kinds(hint: Any) -> tuple[type, ...]:
-    parts = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    return tuple(typing.get_origin(part) or part for part in parts)
 
 
 def by_heading(options: Iterable[Option]) -> dict[str, list[Option]]:

@@ -179,28 +179,27 @@ def _is_selective(statement: Mapping[str, Any]) -> bool:
 
 def describe_guarantee(statement: Mapping[str, Any]) -> str:
     """One line on the privacy of a release, and one on groups; never better than it is."""
-    rows = [f"{name}: {value}" for name, value in group_rows(statement)]
-    return "\n".join([_guarantee(statement), *rows])
-
-
-def _guarantee(statement: Mapping[str, Any]) -> str:
-    guarantee = statement["guarantee"]
+    guarantee, figures = statement["guarantee"], statement["epsilon"]
     epsilon = guarantee["epsilon"]
     if epsilon is None or math.isinf(epsilon):
-        return "privacy: none; epsilon is infinite, the records may show in the weights"
-    figure = f"epsilon {format_epsilon(epsilon)} at delta {guarantee['delta']:g}"
-    if guarantee["proved"]:
-        line = f"privacy: {figure}, accounting {guarantee['accounting']} (proved)"
-        published = statement["epsilon"]["published"]
-        if _is_selective(statement) and published is not None:
-            line += f"; the paper's analysis says {format_epsilon(published)}, which is not proved"
-        return line
-    proven = statement["epsilon"]["proven"]
-    beside = "not computed" if proven is None else f"epsilon {format_epsilon(proven)}"
-    return (
-        f"privacy: proven {beside} at delta {guarantee['delta']:g}; claimed by the paper's "
-        f"analysis, not proved: {figure}, accounting {guarantee['accounting']}"
-    )
+        line = "privacy: none; epsilon is infinite, the records may show in the weights"
+    elif guarantee["proved"]:
+        line = (
+            f"privacy: epsilon {format_epsilon(epsilon)} at delta {guarantee['delta']:g}, "
+            f"accounting {guarantee['accounting']} (proved)"
+        )
+        if _is_selective(statement) and figures["published"] is not None:
+            published = format_epsilon(figures["published"])
+            line += f"; the paper's analysis says {published}, which is not proved"
+    else:
+        proven = figures["proven"]
+        beside = "not computed" if proven is None else f"epsilon {format_epsilon(proven)}"
+        line = (
+            f"privacy: proven {beside} at delta {guarantee['delta']:g}; claimed by the paper's "
+            f"analysis, not proved: epsilon {format_epsilon(epsilon)} at delta "
+            f"{guarantee['delta']:g}, accounting {guarantee['accounting']}"
+        )
+    return "\n".join([line, *(f"{name}: {value}" for name, value in group_rows(statement))])
 
 
 COMPARE_TEXT = """\

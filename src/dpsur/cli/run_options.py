@@ -133,14 +133,9 @@ def _method_help(owners: list[str], name: str) -> str:
 def default_of(field: Field[Any]) -> str:
     if field.default is None or field.default is MISSING or "(default:" in field.metadata["help"]:
         return ""
-    own = "the task's, else " if field.name in set_by_tasks() else ""
+    by_task = any(field.name in own for task in TASKS.values() for own in task.settings.values())
+    own = "the task's, else " if by_task else ""
     return f" (default: {own}{field.default})"
-
-
-def set_by_tasks() -> set[str]:
-    return {
-        name for task in TASKS.values() for settings in task.settings.values() for name in settings
-    }
 
 
 def new_config(options: argparse.Namespace, *, auto: bool = False) -> tuple[RunConfig, RunFolder]:
