@@ -54,27 +54,19 @@ NUMBER_LOSSES = (
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, RangeLoss),
 )
 CLASS_LOSSES = (F.cross_entropy, nn.CrossEntropyLoss)
-# What is shown of the scores first, and how.
+# How scores are shown, the most telling first.
 SHOWN = {
-    "accuracy": "{:.2%}",
-    "base_rate": "{:.2%}",
-    "auc": "{:.4f}",
-    "micro_f1": "{:.4f}",
-    "subset_accuracy": "{:.2%}",
-    "r2": "{:.4f}",
-    "mae": "{:.4g}",
-    "loss": "{:.4f}",
-    "log_loss": "{:.4f}",
-    "constant_log_loss": "{:.4f}",
-    "calibration_error": "{:.2%}",
-}
-NAMES = {
-    "base_rate": "share of the most frequent class",
-    "auc": "AUC",
-    "r2": "R2",
-    "mae": "mean absolute error",
-    "micro_f1": "micro F1",
-    "constant_log_loss": "log loss of a constant",
+    "accuracy": ("accuracy", "{:.2%}"),
+    "base_rate": ("share of the most frequent class", "{:.2%}"),
+    "auc": ("AUC", "{:.4f}"),
+    "micro_f1": ("micro F1", "{:.4f}"),
+    "subset_accuracy": ("subset accuracy", "{:.2%}"),
+    "r2": ("R2", "{:.4f}"),
+    "mae": ("mean absolute error", "{:.4g}"),
+    "loss": ("loss", "{:.4f}"),
+    "log_loss": ("log loss", "{:.4f}"),
+    "constant_log_loss": ("log loss of a constant", "{:.4f}"),
+    "calibration_error": ("calibration error", "{:.2%}"),
 }
 # Classes of which the area under the curve is computed, and bins of confidence.
 MOST_CLASSES, CONFIDENCE_BINS = 100, 10
@@ -238,8 +230,8 @@ def shown_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     # the mean loss is the log loss where that is the loss
     hidden = {"loss"} if "log_loss" in scores else set()
     return [
-        (NAMES.get(name, name.replace("_", " ")), form.format(scores[name]))
-        for name, form in SHOWN.items()
+        (words, form.format(scores[name]))
+        for name, (words, form) in SHOWN.items()
         if name in scores and name not in hidden
     ]
 

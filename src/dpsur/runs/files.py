@@ -303,7 +303,8 @@ class RunFolder:
     def clean(self) -> None:
         """Remove what a killed process left half-written, and keep others from reading the rest.
 
-        Only for the process that holds the lock.
+        Only for the process that holds the lock. Refuses to train towards a release that could not
+        be put in its place.
         """
         shutil.rmtree(partial_release(self.release), ignore_errors=True)
         try:
@@ -317,9 +318,6 @@ class RunFolder:
                         path.chmod(0o600)
         except OSError as error:
             raise FileError(describe_os_error(error)) from error
-
-    def check_release_is_free(self) -> None:
-        """Refuse to train towards a release that could not be put in its place."""
         if not self.finished and not _is_empty(self.release):
             raise InvalidInputError(
                 f"{self.release} is not a whole release of this program; move it away, then "

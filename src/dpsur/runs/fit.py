@@ -476,7 +476,6 @@ def execute(
                 f"another run has started in the folder {folder.root}; choose another folder"
             )
         folder.clean()
-        folder.check_release_is_free()
         if session.booking is not None:
             write_atomically(folder.private / BOOKING, session.booking.encode(), mode=0o600)
         if store_config and not resume:
