@@ -29,7 +29,6 @@ from dpsur.options import (
     flag,
     from_plain,
     option,
-    shorten,
     to_plain,
 )
 from dpsur.presets import AUTO, ENCODER, PRESETS, DataFacts, Preset, explain_auto, preset_named
@@ -450,9 +449,9 @@ class RunConfig(checks.NamedArguments):
         values = dict(stored)
         name, options = values.pop("method", Dpsur.name), values.pop("options", {})
         if not isinstance(name, str) or name not in METHODS:
-            raise InvalidInputError(f"there is no method {shorten(name)}")
+            raise InvalidInputError(f"there is no method {checks.shown(name)}")
         if not isinstance(options, dict):
-            raise InvalidInputError(f"options cannot be {shorten(options)}")
+            raise InvalidInputError(f"options cannot be {checks.shown(options)}")
         method = METHODS[name](**from_plain(METHODS[name], options))
         return build(cls, from_plain(cls, values), method=method)
 

@@ -133,7 +133,7 @@ class Option:
             return Path(value)
         exact = type(value) in self.kinds or (type(value) is int and float in self.kinds)
         if not exact and not (isinstance(value, dict) and Mapping in self.kinds):
-            raise InvalidInputError(f"{self.name} cannot be {shorten(value)}")
+            raise InvalidInputError(f"{self.name} cannot be {checks.shown(value)}")
         return value
 
 
@@ -221,11 +221,6 @@ def from_plain(owner: type, values: Any) -> dict[str, Any]:
         if name not in known:
             raise InvalidInputError(f"there is no option {name!r}")
     return {name: known[name].read(value) for name, value in values.items()}
-
-
-def shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _is_a(value: Any, kind: type) -> bool:

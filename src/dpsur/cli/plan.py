@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dpsur import checks
-from dpsur.cli.parser import text
+from dpsur.cli.parser import shown, text
 from dpsur.config import data_facts, uses_gpu
 from dpsur.environment import CACHE_VARIABLE
 from dpsur.errors import InvalidInputError
@@ -24,7 +24,6 @@ from dpsur.features import TABLE, features_named
 from dpsur.features.table import TableLayout
 from dpsur.functional.records import Examples
 from dpsur.methods import Dpsgd
-from dpsur.options import shorten
 from dpsur.presets import AUTO, DataFacts, Preset, explain_auto, preset_named
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
@@ -293,12 +292,12 @@ def _epsilons(given: str) -> list[float]:
         found = sorted({float(part) for part in given.split(",")})
     except ValueError:
         raise InvalidInputError(
-            f"epsilon must be numbers separated by commas, such as 1,3, got {shorten(given)}"
+            f"epsilon must be numbers separated by commas, such as 1,3, got {shown(given)}"
         ) from None
     if len(found) > MOST_EPSILONS or not all(0 < one < 1e3 for one in found):
         raise InvalidInputError(
             f"epsilon must be at most {MOST_EPSILONS} numbers above 0 and below 1000, got "
-            f"{shorten(given)}"
+            f"{shown(given)}"
         )
     return found
 
