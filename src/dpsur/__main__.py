@@ -9,18 +9,8 @@ from pathlib import Path
 
 # Commands that know methods and tasks by name; others need not wait for them to be imported.
 _NAMING = (
-    "train",
-    "plan",
-    "evaluate",
-    "predict",
-    "export",
-    "attack",
-    "audit",
-    "verify",
-    "methods",
-    "tasks",
-    "compare",
-    "report",
+    *("train", "plan", "evaluate", "predict", "export", "attack", "audit", "verify"),
+    *("methods", "tasks", "compare", "report"),
 )
 
 
