@@ -44,14 +44,24 @@ def cache_folder() -> Path:
         ) from None
 
 
-def write_cache(path: Path, text: str) -> None:
-    """Write a file of the cache, whole or not at all; a folder without room for it is no error."""
+def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(mode)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_cache(path: Path, content: bytes) -> None:
+    """Write a file of the cache for its owner; a folder without room for it is no error."""
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(temporary).replace(path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.chmod(0o700)
+        write_whole(path, content)

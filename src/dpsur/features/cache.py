@@ -8,7 +8,6 @@ import contextlib
 import hmac
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from dpsur.environment import cache_folder
+from dpsur.environment import cache_folder, write_cache
 
 KEY, KEY_BYTES = "key", 32
 
@@ -44,7 +43,7 @@ def _key(folder: Path) -> bytes:
     path, fresh = folder / KEY, os.urandom(KEY_BYTES)
     with contextlib.suppress(OSError):
         if not path.exists():
-            _write(path, fresh)
+            write_cache(path, fresh)
         kept = path.read_bytes() if path.is_file() else b""
         return kept if len(kept) == KEY_BYTES else fresh
     return fresh
@@ -74,24 +73,7 @@ def write(path: Path, features: Tensor) -> None:
     small = features.detach().half()
     stored = small if torch.equal(small.to(features.dtype), features) else features.detach()
     stored = stored.cpu().contiguous()
-    _write(path, save({"features": stored}, {"crc32": _checksum(stored)}))
-
-
-def _write(path: Path, content: bytes) -> None:
-    folder = path.parent
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
-        descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")  # mode 0600
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+    write_cache(path, save({"features": stored}, {"crc32": _checksum(stored)}))
 
 
 def _checksum(values: Tensor) -> str:

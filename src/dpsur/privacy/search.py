@@ -214,7 +214,7 @@ def cached(
         return found
     noise = search()
     if noise is not None:
-        write_cache(path, json.dumps({"noise_multiplier": noise}))
+        write_cache(path, json.dumps({"noise_multiplier": noise}).encode())
     return noise
 
 

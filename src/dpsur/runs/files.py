@@ -21,7 +21,6 @@ import math
 import os
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -39,6 +38,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_public_key,
 )
 
+from dpsur.environment import write_whole
 from dpsur.errors import FileError, InvalidInputError, cause_of, describe_os_error
 
 RELEASE, PRIVATE = "release", "private"
@@ -66,19 +66,9 @@ PRIVATE_FILES = (CHECKPOINT, CONFIG, LOCK, METRICS, BOOKING)
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new, never a part."""
+    """Write a file whole, so that it survives a power cut."""
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(mode)
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_whole(path, content, mode=mode)
         sync_folder(path.parent)
     except OSError as error:
         raise FileError(f"{path} cannot be written ({cause_of(error)})") from error

@@ -42,7 +42,7 @@ class Store:
             {"key": self._key, "values": values, "digest": _digest(self._key, values)}
         )
         is_new = not self._path.exists()
-        write_cache(self._path, text)
+        write_cache(self._path, text.encode())
         if is_new:
             _drop_oldest(self._path.parent)
         self._fresh = False
