@@ -155,6 +155,7 @@ class Nonprivate(OptimizerMethod):
         return replace(self, batch_size=size, updates=max(1, round(epochs * dataset_size / size)))
 
     def build(self, problem: Problem, plan: Plan) -> Procedure:
+        """The procedure of batches without a clip norm and without noise."""
         assert self.batch_size is not None
         source = PlainGradient(Sampler(problem), self.batch_size / len(problem.train))
         return Selective(self.proposer(problem, source, plan.length), AlwaysAccept(), plan.setup)
