@@ -110,7 +110,9 @@ def shown(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text = repr(value)
-    return text if len(text) <= 60 and "\n" not in text else type(value).__name__
+    if len(text) <= 60 and "\n" not in text:
+        return text
+    return f"{text[:40]}..." if isinstance(value, str) else type(value).__name__
 
 
 def arguments(function: Callable[P, T]) -> Callable[P, T]:
