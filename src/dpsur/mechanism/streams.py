@@ -634,10 +634,10 @@ def _noise(key: Key, step: int, address: Address, words: _Words) -> _Numbers:
     # The lesser one ends with what is drawn: the column where its bits are below the limit's.
     found = np.minimum(bits, limits)
     bits ^= limits
-    undecided = np.flatnonzero(bits < COLUMNS) if bits.min() < COLUMNS else ()  # equal bits
     found &= np.uint32(COLUMNS - 1)
-    for place in undecided:
-        number, part = int(place) // 2, 1 - int(place) % 2  # the upper half is drawn first
+    while bits[place := int(bits.argmin())] < COLUMNS:  # equal bits, in one of 2^17
+        bits[place] = COLUMNS
+        number, part = place // 2, 1 - place % 2  # the upper half is drawn first
         further = _words(key, step, (purpose | _FURTHER, rank, offset + number), 1)
         high, low = further[2 * part : 2 * part + 2]
         column = columns[place]
