@@ -93,7 +93,7 @@ class PrivateTraining(lightning.Callback):  # type: ignore[misc]
         task.training_step = training_step
         task.configure_optimizers = lambda: configured
         # gradients of records are known after the step, and `.grad` is written in its update
-        task.backward = task.optimizer_zero_grad = _nothing
+        task.backward = task.optimizer_zero_grad = lambda *_, **__: None
         return loader  # type: ignore[no-any-return]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
@@ -128,10 +128,6 @@ class PrivateTraining(lightning.Callback):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.engine.load_state_dict(state_dict)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 def _optimizer(configured: Any) -> Optimizer:

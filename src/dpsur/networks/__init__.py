@@ -8,14 +8,9 @@ import torch
 from torch import nn
 
 from dpsur.features.layers import WithFeatures, build_layers
-from dpsur.networks.general import (
-    linear,
-    linear_features,
-    linear_head,
-    mlp,
-    pixel_cnn,
-    small_cnn,
-)
+from dpsur.networks import general
+from dpsur.networks.general import linear_head as linear_head
+from dpsur.networks.general import pixel_cnn as pixel_cnn
 from dpsur.registry import build
 
 
@@ -26,11 +21,11 @@ def with_features(features: Sequence[Mapping[str, Any]], network: Mapping[str, A
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "pixel-cnn": pixel_cnn,
-    "linear": linear,
-    "linear-features": linear_features,
+    "linear": general.linear,
+    "linear-features": general.linear_features,
     "linear-head": linear_head,
-    "mlp": mlp,
-    "small-cnn": small_cnn,
+    "mlp": general.mlp,
+    "small-cnn": general.small_cnn,
     "with-features": with_features,
 }
 
@@ -51,18 +46,3 @@ def parameter_count(description: Mapping[str, Any]) -> int:
 
 def takes(description: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
     return set(changes) <= set(inspect.signature(NETWORKS[description["name"]]).parameters)
-
-
-__all__ = [
-    "NETWORKS",
-    "build_network",
-    "linear",
-    "linear_features",
-    "linear_head",
-    "mlp",
-    "parameter_count",
-    "pixel_cnn",
-    "small_cnn",
-    "takes",
-    "with_features",
-]

@@ -208,6 +208,18 @@ BANNER = (
 
 def render_report(contents: ReportContents) -> str:
     """The page. It holds public values only, unless the contents hold private diagnostics."""
+    settings = [
+        (name.replace("_", " "), _number(value) if isinstance(value, float) else str(value))
+        for name, value in shown_settings(contents.statement).items()
+    ]
+    versions = contents.statement["versions"]
+    settings.append(("versions", ", ".join(f"{name} {v}" for name, v in versions.items())))
+    engine = ""
+    if contents.engine is not None:
+        engine = (
+            "<section><h2>Engine</h2><p>How per-example gradients are computed:</p>"
+            f"<pre>{_text(contents.engine)}</pre></section>"
+        )
     parts = [
         f'<div class="banner" role="alert">{BANNER}</div>' if contents.private else "",
         _promise(contents),
@@ -219,14 +231,13 @@ def render_report(contents: ReportContents) -> str:
         _private(contents.private),
         two_columns("Data", _data_rows(contents)),
         two_columns("Mechanism", _mechanism_rows(contents.statement)),
-        two_columns("Settings", _setting_rows(contents)),
-        _engine(contents),
+        two_columns("Settings", settings),
+        engine,
         _limits(contents.statement),
         _verify(contents),
     ]
     footer = (
-        f"Written by dpsur {contents.statement['versions']['dpsur']}. "
-        "This page needs no network and holds no script."
+        f"Written by dpsur {versions['dpsur']}. This page needs no network and holds no script."
     )
     return page(f"Privacy report: {contents.name}", parts, footer)
 
@@ -546,24 +557,6 @@ def _event(event: Mapping[str, Any]) -> str:
         if name != "kind" and isinstance(value, (int, float)) and not isinstance(value, bool)
     )
     return f"{event['kind']}: {values}"
-
-
-def _setting_rows(contents: ReportContents) -> list[tuple[str, str]]:
-    settings = [
-        (name.replace("_", " "), _number(value) if isinstance(value, float) else str(value))
-        for name, value in shown_settings(contents.statement).items()
-    ]
-    versions = ", ".join(f"{name} {v}" for name, v in contents.statement["versions"].items())
-    return [*settings, ("versions", versions)]
-
-
-def _engine(contents: ReportContents) -> str:
-    if contents.engine is None:
-        return ""
-    return (
-        "<section><h2>Engine</h2><p>How per-example gradients are computed:</p>"
-        f"<pre>{_text(contents.engine)}</pre></section>"
-    )
 
 
 def _limits(statement: Mapping[str, Any]) -> str:
