@@ -383,7 +383,7 @@ class PrivateLoop:
     def clip_batch(
         self, step: PrivateStep, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Tensor]:
-        """Add up the clipped gradients of the records of the batch at hand, for `update`."""
+        """Add up the clipped gradients of the records of the batch at hand, for a step."""
         if self._watcher.sharding is not None:
             # its sums would stay those of this rank, while the update takes them as everybody's
             raise UnsupportedModelError(

@@ -121,14 +121,11 @@ def _wrap_schedulers(kind: type[LRScheduler]) -> None:
         @functools.wraps(plain)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             optimizer = getattr(self, "optimizer", None)
-            if isinstance(optimizer, PrivateOptimizer) and optimizer.engine.sets_learning_rate:
-                raise InvalidInputError(SCHEDULED.format(type(self).__name__))
-            if (
-                isinstance(optimizer, PrivateOptimizer)
-                and not optimizer.engine.scheduler_due
-                and not getattr(self, "_is_initial", False)
-            ):
-                return None
+            if isinstance(optimizer, PrivateOptimizer):
+                if optimizer.engine.sets_learning_rate:
+                    raise InvalidInputError(SCHEDULED.format(type(self).__name__))
+                if not (optimizer.engine.scheduler_due or getattr(self, "_is_initial", False)):
+                    return None
             return plain(self, *args, **kwargs)
 
         step.asks_the_engine = True  # type: ignore[attr-defined]
