@@ -8,6 +8,7 @@ is drawn for each shard at the offset that its numbers have in the whole vector.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ class Sharding:
     """The shards of a module's parameters, by name."""
 
     def __init__(self, module: nn.Module, trained: dict[str, nn.Parameter], ranks: Ranks) -> None:
-        self.module, self.trained = module, trained
+        self.module, self.trained = module, cast(dict[str, DTensor], trained)
+        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._check(ranks)
         self._buffers = dict(module.named_buffers())
 
@@ -54,15 +56,14 @@ class Sharding:
                     f"{value.device_mesh.size()} of {ranks.size} ranks; tensor, pipeline and "
                     "expert parallelism are not supported: use fully_shard over all ranks"
                 )
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                policy = part._get_fsdp_state()._mp_policy
-                if policy.param_dtype is not None or policy.reduce_dtype is not None:
-                    raise UnsupportedModelError(
-                        "fully_shard with a MixedPrecisionPolicy is not supported: clipped sums "
-                        "must not be rounded after clipping; use torch.autocast(dtype="
-                        "torch.bfloat16) around the forward pass"
-                    )
+        for part in self._parts:
+            policy = part._get_fsdp_state()._mp_policy
+            if policy.param_dtype is not None or policy.reduce_dtype is not None:
+                raise UnsupportedModelError(
+                    "fully_shard with a MixedPrecisionPolicy is not supported: clipped sums must "
+                    "not be rounded after clipping; use torch.autocast(dtype=torch.bfloat16) "
+                    "around the forward pass"
+                )
 
     # --- the forward pass -------------------------------------------------------------------------
 
@@ -78,17 +79,17 @@ class Sharding:
     def watched(self) -> Iterator[None]:
         """Weights require no gradient while the model is called, and buffers do not change."""
         versions = {name: value._version for name, value in self._buffers.items()}
-        parts = [part for part in self.module.modules() if isinstance(part, FSDPModule)]
         for value in self.trained.values():
             value.requires_grad_(False)
-        for part in parts:  # the backward pass needs the weights, and FSDP cannot see it begin
+        # the backward pass needs the weights, and FSDP cannot see it begin
+        for part in self._parts:
             part.set_reshard_after_forward(False, recurse=False)
         try:
             yield
         finally:
             for value in self.trained.values():
                 value.requires_grad_(True)
-            for part in parts:
+            for part in self._parts:
                 part.set_reshard_after_forward(True, recurse=False)
         for name, buffer in self.module.named_buffers():
             if buffer is not self._buffers.get(name) or buffer._version != versions[name]:
@@ -99,15 +100,13 @@ class Sharding:
 
     def reshard(self) -> None:
         """Give gathered weights back, such as those of a call without a backward pass."""
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        for part in self._parts:
+            part.reshard()
 
     # --- sums, noise and gradients ----------------------------------------------------------------
 
     def reduce(self, name: str, value: Tensor) -> Tensor:
         like = self.trained[name]
-        assert isinstance(like, DTensor)
         mesh = like.device_mesh
         whole = DTensor.from_local(value, mesh, [Partial("sum")] * mesh.ndim, run_check=False)
         return whole.redistribute(placements=like.placements).to_local()
@@ -120,7 +119,6 @@ class Sharding:
         found, start = {}, 0
         one_type = len({value.dtype for value in self.trained.values()}) == 1
         for name, like in self.trained.items():
-            assert isinstance(like, DTensor)
             _, offsets = compute_local_shape_and_global_offset(
                 like.shape, like.device_mesh, like.placements
             )
@@ -133,7 +131,6 @@ class Sharding:
 
     def distribute(self, name: str, value: Tensor) -> DTensor:
         like = self.trained[name]
-        assert isinstance(like, DTensor)
         return DTensor.from_local(
             value,
             like.device_mesh,
