@@ -14,16 +14,16 @@ import torch
 
 from dpsur.attacks.metrics import (
     CONFIDENCE,
+    LEAST,
     LOW_RATES,
-    ROUNDING,
+    Array,
     Curve,
     Estimate,
-    curve_of,
+    Scores,
     draw_roc,
-    hits_of,
     measure,
     ranks_around,
-    rates_of,
+    roc_curve,
     share_between,
 )
 from dpsur.attacks.suite import RunTrainer, Trainer, attacked_pool, split_pool
@@ -167,6 +167,28 @@ class Membership(OneByOne):
 
 
 EXPERIMENT = Membership()
+
+
+# Points of a curve that a row holds, and the rounding of rates that are fractions.
+POINTS, ROUNDING = 200, 1e-12
+
+
+def hits_of(scores: Scores) -> list[int]:
+    """How many members are found at this many false positive rates: all that a curve needs."""
+    false, true = roc_curve(scores)
+    # the highest point that keeps to the rate, never one between two thresholds
+    place = np.searchsorted(false, rates_of(len(scores.others)) * (1 + ROUNDING), "right") - 1
+    return [round(float(y) * len(scores.members)) for y in true[place]]
+
+
+def curve_of(hits: Sequence[int], members: int, others: int) -> Curve:
+    """A curve in this many points, evenly spaced in the logarithm of the false positive rate."""
+    return [float(x) for x in rates_of(others)], [found / members for found in hits]
+
+
+def rates_of(others: int) -> Array:
+    """The false positive rates of the points of a curve."""
+    return np.geomspace(max(LEAST, 1 / others), 1.0, POINTS)
 
 
 def gains_of(hits: Sequence[int]) -> list[int]:

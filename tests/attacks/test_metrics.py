@@ -10,14 +10,18 @@ from dpsur.attacks.metrics import (
     LOW_RATES,
     Scores,
     area,
-    curve_of,
-    hits_of,
     measure,
     proportion,
     roc_curve,
 )
 from dpsur.errors import InvalidInputError
-from reproduction.experiments.membership import gains_of, hits_from, low_rate_interval
+from reproduction.experiments.membership import (
+    curve_of,
+    gains_of,
+    hits_from,
+    hits_of,
+    low_rate_interval,
+)
 from tests.statistics import FALSE_ALARM
 
 

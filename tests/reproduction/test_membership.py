@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpsur.attacks.metrics import Scores, hits_of, measure
+from dpsur.attacks.metrics import Scores, measure
 from dpsur.functional.records import Examples
 from dpsur.presets import preset_named
 from dpsur.tasks import task_named
@@ -40,7 +40,7 @@ def row(task, method, epsilon, value):
         "train_accuracy": 0.9,
         "test_accuracy": 0.8,
         "attacks": {"shadow": measure(scores).to_json()},
-        "gains": {"shadow": membership.gains_of(hits_of(scores))},
+        "gains": {"shadow": membership.gains_of(membership.hits_of(scores))},
     }
 
 

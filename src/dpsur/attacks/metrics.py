@@ -200,31 +200,12 @@ def roc_curve(scores: Scores) -> tuple[Array, Array]:
     return rates[0], rates[1]
 
 
-Curve = tuple[list[float], list[float]]
-POINTS = 200
+# Rates of false and of true positives, both rising.
+Curve = tuple[Sequence[float] | Array, Sequence[float] | Array]
 LEAST = 1e-4
-ROUNDING = 1e-12  # of rates that are fractions
 GAP = "gap"
 COLOURS = (style.BLUE, style.ORANGE, style.GREEN, style.INK, style.GREY)
 DASHES = ("-", "--", ":")
-
-
-def hits_of(scores: Scores) -> list[int]:
-    """How many members are found at this many false positive rates: all that a curve needs."""
-    false, true = roc_curve(scores)
-    # the highest point that keeps to the rate, never one between two thresholds
-    place = np.searchsorted(false, rates_of(len(scores.others)) * (1 + ROUNDING), "right") - 1
-    return [round(float(y) * len(scores.members)) for y in true[place]]
-
-
-def curve_of(hits: Sequence[int], members: int, others: int) -> Curve:
-    """A curve in this many points, evenly spaced in the logarithm of the false positive rate."""
-    return [float(x) for x in rates_of(others)], [found / members for found in hits]
-
-
-def rates_of(others: int) -> Array:
-    """The false positive rates of the points of a curve."""
-    return np.geomspace(max(LEAST, 1 / others), 1.0, POINTS)
 
 
 def draw_roc(panels: Mapping[str, Mapping[str, Curve]]) -> "Figure":
@@ -254,7 +235,7 @@ def draw_roc(panels: Mapping[str, Mapping[str, Curve]]) -> "Figure":
     return figure
 
 
-def _curve(axes: "Axes", index: int, name: str, false: list[float], true: list[float]) -> None:
+def _curve(axes: "Axes", index: int, name: str, false: Any, true: Any) -> None:
     colour = COLOURS[index % len(COLOURS)]
     if name == GAP:
         rise = next((i for i, y in enumerate(true) if y > 0), len(true) - 1)
@@ -267,6 +248,6 @@ def _curve(axes: "Axes", index: int, name: str, false: list[float], true: list[f
     axes.plot(false, _on_axes(true), dash, color=colour, label=name)
 
 
-def _on_axes(true: list[float]) -> Array:
+def _on_axes(true: Sequence[float] | Array) -> Array:
     """Zero has no place on a logarithmic axis, and is drawn below it."""
     return np.maximum(true, LEAST / 10)

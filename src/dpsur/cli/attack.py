@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from dpsur import checks, figure_style
-from dpsur.attacks.metrics import curve_of, draw_roc, hits_of, measure
+from dpsur.attacks.metrics import draw_roc, measure, roc_curve
 from dpsur.attacks.suite import (
     ATTACKS,
     AttackScores,
@@ -125,10 +125,7 @@ def run(options: argparse.Namespace) -> int:
         found = (_release if of_release else _target)(options, names, device)
     metrics = {name: measure(scores) for name, scores in found.scores.items()}
     if options.roc is not None:
-        curves = {
-            name: curve_of(hits_of(part), len(part.members), len(part.others))
-            for name, part in found.scores.items()
-        }
+        curves = {name: roc_curve(part) for name, part in found.scores.items()}
         with figure_style.common():
             draw_roc({"": curves}).savefig(options.roc, dpi=200)
     if options.json:
