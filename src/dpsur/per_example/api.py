@@ -13,7 +13,7 @@ from dpsur.functional.problem import LossFunction, Objective, weight_by_record
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params, TensorTree, signature
 from dpsur.per_example import clipping
-from dpsur.per_example.clipping import BatchSlice, ClippedSum, make_tape, strategy_for
+from dpsur.per_example.clipping import ClippedSum, make_tape, strategy_for
 from dpsur.per_example.model_check import check_model
 
 _checked: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
@@ -41,8 +41,8 @@ def per_example_gradients(
     plan = strategy_for(objective, params, examples.inputs)
     found: dict[str, list[torch.Tensor]] = {name: [] for name in params}
     for start in range(0, len(examples), plan.rows):
-        microbatch = BatchSlice(examples.part(slice(start, start + plan.rows)))
-        tape = make_tape(objective, params, microbatch, plan)
+        part = examples.part(slice(start, start + plan.rows))
+        tape = make_tape(objective, params, plan.records, part.inputs, part.targets)
         with torch.no_grad():
             for name in params:
                 found[name].append(tape.per_example(name))

@@ -140,10 +140,19 @@ def _static_problems(model: nn.Module) -> Iterator[ModelProblem]:
             "unfreeze the layers to train with requires_grad_(True)",
         )
     for path, module in model.named_modules():
-        for find in (_fault, _overwriting, _wrapping):
-            found = find(path, module)
-            if found is not None:
-                yield found
+        kind = type(module).__name__
+        fault = _fault(module)
+        if fault is not None:
+            yield ModelProblem(path, kind, *fault)
+        if getattr(module, "inplace", False) is True:
+            reason = (
+                "overwrites its input, which a model's own inputs and saved activations do not "
+                "survive"
+            )
+            yield ModelProblem(path, kind, reason, "set inplace=False", True, "slow")
+        if isinstance(module, _WRAPPERS):
+            reason = "wraps the model and splits or averages its batches"
+            yield ModelProblem(path, kind, reason, "pass the module inside", fixable=not path)
     for path, value in model.named_parameters():
         if not value.requires_grad:
             continue
@@ -160,50 +169,25 @@ def _static_problems(model: nn.Module) -> Iterator[ModelProblem]:
             )
 
 
-def _fault(path: str, module: nn.Module) -> ModelProblem | None:
-    """A layer that is refused, or that only tests and training find out."""
+def _fault(module: nn.Module) -> LayerFault | None:
+    """Why a layer is refused, or what only tests and training find out about it."""
     fault = layer_fault(module)
     if fault is None and isinstance(module, TABLES) and module.scale_grad_by_freq:
-        fault = LayerFault(
+        return LayerFault(
             "divides gradients by how often a token is in the batch, which couples its records",
             "set scale_grad_by_freq=False",
         )
     if fault is None and is_parametrized(module) and _spectral(module):
-        fault = LayerFault(
+        return LayerFault(
             "spectral_norm changes its buffers in every forward pass",
             "remove the parametrization, or use weight_norm",
         )
-    return None if fault is None else ModelProblem(path, type(module).__name__, *fault)
+    return fault
 
 
 def _spectral(module: nn.Module) -> bool:
     held: Any = module.parametrizations
     return any(isinstance(one, _SpectralNorm) for several in held.values() for one in several)
-
-
-def _overwriting(path: str, module: nn.Module) -> ModelProblem | None:
-    if getattr(module, "inplace", False) is not True:
-        return None
-    return ModelProblem(
-        path,
-        type(module).__name__,
-        "overwrites its input, which a model's own inputs and saved activations do not survive",
-        "set inplace=False",
-        fixable=True,
-        severity="slow",
-    )
-
-
-def _wrapping(path: str, module: nn.Module) -> ModelProblem | None:
-    if isinstance(module, _WRAPPERS):
-        return ModelProblem(
-            path,
-            type(module).__name__,
-            "wraps the model and splits or averages its batches",
-            "pass the module inside",
-            fixable=not path,
-        )
-    return None
 
 
 def _problems_of_calls(
@@ -326,8 +310,15 @@ def _repair(module: nn.Module, batch_norm: str) -> tuple[str | None, nn.Module]:
         for name in list(module.parametrizations):  # type: ignore[arg-type]
             remove_parametrizations(module, name, leave_parametrized=True)
         return "spectral_norm removed; the weight is trained from its present value", module
-    done = [text for change in _SETTINGS if (text := change(module)) is not None]
-    return ("; ".join(done) or None), module
+    changes: dict[str, Any] = {}
+    if getattr(module, "inplace", False) is True:
+        changes["inplace"] = False
+    if isinstance(module, TABLES):
+        wanted = {"max_norm": None, "sparse": False, "scale_grad_by_freq": False}
+        changes |= {name: new for name, new in wanted.items() if getattr(module, name) != new}
+    for name, new in changes.items():
+        setattr(module, name, new)
+    return ("; ".join(f"{name}={new}" for name, new in changes.items()) or None), module
 
 
 def _replace_batch_norm(module: _BatchNorm, how: str) -> tuple[str, nn.Module]:
@@ -383,25 +374,3 @@ class FrozenNorm(nn.Module):
         if self.weight is None or self.bias is None:
             return output
         return output * self.weight.view(shape) + self.bias.view(shape)
-
-
-def _set(name: str, old: Callable[[Any], bool], new: Any) -> Callable[[nn.Module], str | None]:
-    """A change of an option of a layer."""
-
-    def change(module: nn.Module) -> str | None:
-        if not hasattr(module, name) or not old(getattr(module, name)):
-            return None
-        if name != "inplace" and not isinstance(module, TABLES):
-            return None
-        setattr(module, name, new)
-        return f"{name}={new}"
-
-    return change
-
-
-_SETTINGS = (
-    _set("inplace", lambda value: value is True, False),
-    _set("max_norm", lambda value: value is not None, None),
-    _set("sparse", bool, False),
-    _set("scale_grad_by_freq", bool, False),
-)

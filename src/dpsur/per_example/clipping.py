@@ -7,7 +7,6 @@ measured. Nothing of it is kept but the decision (`GradientStrategy`).
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +17,15 @@ from torch import Tensor, nn
 from dpsur import checks
 from dpsur.distributed import ALONE, Ranks, Reduction
 from dpsur.errors import InvalidInputError
-from dpsur.functional.problem import Objective, Problem, call, every_module, mode, output_rows
+from dpsur.functional.problem import (
+    LossFunction,
+    Objective,
+    Problem,
+    call,
+    every_module,
+    mode,
+    output_rows,
+)
 from dpsur.functional.process_settings import precision, seeded_globally, widen
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import (
@@ -30,6 +37,7 @@ from dpsur.functional.tree import (
     row_count,
     signature,
     slice_rows,
+    split_rows,
     tensors_of,
 )
 from dpsur.per_example.contributions import Factors, clip_factors
@@ -53,19 +61,6 @@ class GradientStrategy:
     records: RecordFunction = field(compare=False)
     reason: str | None = None
     copied: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class BatchSlice:
-    """Some rows of a batch, which of them count, and where they stand in a data set, if known.
-
-    `coins`, a uniform draw per row, round its gradient at random to the norm 0 or the bound.
-    """
-
-    batch: Examples
-    keep: Tensor | None = None
-    known: KnownInputs | None = None
-    coins: Tensor | None = None
 
 
 _strategies: WeakKeyDictionary[nn.Module, dict[object, GradientStrategy]] = WeakKeyDictionary()
@@ -105,11 +100,17 @@ def _make(objective: Objective, params: Params, inputs: TensorTree) -> GradientS
     for rows in range(1, most + 1):
         saved: list[Tensor] = []
         part = slice_rows(inputs, slice(rows))
+
+        def hold(value: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(value.detach())  # a graph that holds its own outputs is never given back
+            return saved[-1]
+
         try:
-            with _saved() as saved:
-                tape = _tape(objective, params, records, part, sum_of_outputs)
+            with torch.autograd.graph.saved_tensors_hooks(hold, lambda value: value):
+                tape = make_tape(objective, params, records, part, loss=sum_of_outputs)
         except RuntimeError:  # torch.func in a model allows no such hooks
-            tape = _tape(objective, params, records, part, sum_of_outputs)
+            saved.clear()
+            tape = make_tape(objective, params, records, part, loss=sum_of_outputs)
         saved += [
             value for uses in tape.contributions.values() for one in uses for value in one.tensors()
         ]
@@ -132,19 +133,6 @@ def _make(objective: Objective, params: Params, inputs: TensorTree) -> GradientS
     )
 
 
-@contextmanager
-def _saved() -> Iterator[list[Tensor]]:
-    """What autograd saves meanwhile."""
-    found: list[Tensor] = []
-
-    def hold(value: Tensor) -> Tensor:
-        found.append(value.detach())  # a graph that holds its own outputs is never given back
-        return found[-1]
-
-    with torch.autograd.graph.saved_tensors_hooks(hold, lambda value: value):
-        yield found
-
-
 def sum_of_outputs(outputs: TensorTree, _: TensorTree) -> Tensor:
     """A loss that every number of the outputs matters to."""
     sums = [value.sum() for value in tensors_of(outputs) if value.is_floating_point()]
@@ -154,35 +142,22 @@ def sum_of_outputs(outputs: TensorTree, _: TensorTree) -> Tensor:
 
 
 def make_tape(
-    objective: Objective, params: Params, microbatch: BatchSlice, strategy: GradientStrategy
-) -> Tape:
-    """What is known about every record's gradient: enough for its norm and for weighted sums.
-
-    Norms and sums are to be taken with `precision(tf32=False)`.
-    """
-    batch = microbatch.batch
-    return _tape(
-        objective,
-        params,
-        strategy.records,
-        batch.inputs,
-        objective.loss,
-        batch.targets,
-        known=microbatch.known,
-    )
-
-
-def _tape(
     objective: Objective,
     params: Params,
     records: RecordFunction,
     inputs: TensorTree,
-    loss: Any,
     targets: TensorTree = None,
     *,
+    loss: LossFunction | None = None,
     known: KnownInputs | None = None,
 ) -> Tape:
+    """What is known about every record's gradient: enough for its norm and for weighted sums.
+
+    Norms and sums are to be taken with `precision(tf32=False)`. `loss` is one to use in the place
+    of the objective's, `known` says where in a data set the inputs are.
+    """
     views, augment = objective.views, objective.augment
+    loss = objective.loss if loss is None else loss
 
     def function(one: tuple[TensorTree, TensorTree]) -> Tensor:
         given, wanted = one
@@ -192,8 +167,8 @@ def _tape(
             outputs = output_rows(call(objective.model, given))
         outputs = map_tensors(widen, outputs)
         if views == 1:
-            return _number(loss(outputs, wanted))
-        each = [_number(loss(slice_rows(outputs, slice(i, i + 1)), wanted)) for i in range(views)]
+            return loss(outputs, wanted).reshape(())
+        each = [loss(one_view, wanted).reshape(()) for one_view in split_rows(outputs, 1)]
         return torch.stack(each).mean()
 
     alone = map_tensors(lambda value: value.unsqueeze(1), (inputs, targets))
@@ -225,10 +200,6 @@ def _augmented(augment: Augment, rows: TensorTree, views: int) -> TensorTree:
             "types"
         )
     return found
-
-
-def _number(loss: Tensor) -> Tensor:
-    return loss.reshape(())
 
 
 @dataclass(frozen=True)
@@ -316,17 +287,17 @@ def clipped_sum(
         found: Params = {}
         enough = True
         try:
-            microbatch = _microbatch(objective, examples, some, rows, mask)
-            if coins is not None:
-                microbatch = replace(microbatch, coins=coins[some])
+            batch, known = _microbatch(objective, examples, some, rows, mask)
             travels = ranks.size > 1 and some.stop == size
-            tape = make_tape(objective, params, microbatch, strategy)
+            tape = make_tape(
+                objective, params, strategy.records, batch.inputs, batch.targets, known=known
+            )
             for name, value in clip_tape(
                 tape,
                 params,
                 max_grad_norm,
-                keep=microbatch.keep,
-                coins=microbatch.coins,
+                keep=None if mask is None else mask[some],
+                coins=None if coins is None else coins[some],
                 # one vector, so that whatever is done to all of them needs no copy
                 places=total or empty_like(params),
                 add=bool(total),
@@ -368,8 +339,8 @@ def _microbatch(
     some: slice,
     rows: Tensor | None,
     mask: Tensor | None,
-) -> BatchSlice:
-    """Some rows of a batch, with what they hold under the mask replaced."""
+) -> tuple[Examples, KnownInputs | None]:
+    """Some rows of a batch, with what they hold under the mask replaced, and where they stand."""
     keep = None if mask is None else mask[some]
     if rows is None:
         batch, known = examples.part(some), None
@@ -385,17 +356,12 @@ def _microbatch(
     if keep is not None and not (known is not None and known.finite):
         batch = Examples(_blank(batch.inputs, keep), _blank(batch.targets, keep))
         known = None if known is None else replace(known, inputs=batch.inputs)
-    return BatchSlice(batch, keep, known)
+    return batch, known
 
 
-def _blank(values: TensorTree, mask: Tensor) -> TensorTree:
+def _blank(values: TensorTree, keep: Tensor) -> TensorTree:
     """Replace what masked rows hold, for a target that is no class would be an error."""
-
-    def replace_masked(column: Tensor) -> Tensor:
-        keep = mask.view(-1, *[1] * (column.dim() - 1))
-        return torch.where(keep, column, torch.zeros_like(column))
-
-    return map_tensors(replace_masked, values)
+    return map_tensors(Factors(keep, keep).clean, values)
 
 
 def clip_tape(
@@ -451,7 +417,8 @@ def clipped_norms(
     most = max(1, strategy.rows // objective.views)
     for start in range(0, len(batch), most):
         some = slice(start, start + most)
-        tape = make_tape(objective, params, BatchSlice(batch.part(some)), strategy)
+        part = batch.part(some)
+        tape = make_tape(objective, params, strategy.records, part.inputs, part.targets)
         with torch.no_grad(), precision(tf32=False):
             norms.append(tape.norms())
     found = torch.cat(norms).double()

@@ -82,7 +82,7 @@ def derive(call: Call) -> Any:
     """An operation on weights and constants only: its results are weights as well."""
     tape, result = call.tape, call.func(*call.args, **call.kwargs)
     followed = call.followed
-    slots = {place: tape.slot(value) for place, value in followed.items()}
+    slots = {place: tape.names[id(value)] for place, value in followed.items()}
     constants = [value.detach() for value in call.given]
     kind = constants[0].device.type
     rounds, rounded = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -100,12 +100,18 @@ def derive(call: Call) -> Any:
         products = [one.products() for one in contributions] if call.name in _TRANSPOSES else []
         if products and all(one is not None for one in products):
             for one in products:
-                yield slots[0], Products(one.outputs, one.inputs)  # type: ignore[misc,union-attr]
+                yield slots[0], Products(one.outputs, one.inputs)  # type: ignore[union-attr]
             return
         if call.func is F.embedding:  # as of positions: a gradient of the rows that are read
+            if list(slots) != [1]:
+                raise NotSupportedError("an embedding whose numbers are parameters")
             tokens = constants[0].reshape(1, -1).expand(tape.examples, -1)
-            read = rows().reshape(*tokens.shape, -1)
-            yield from _read(slots, tokens, read, call)
+            outputs, size = rows().reshape(*tokens.shape, -1), len(constants[1])
+            padding = call.kwargs.get("padding_idx", call.args[2] if len(call.args) > 2 else None)
+            if padding is not None:
+                outputs = torch.where((tokens == padding % size).unsqueeze(-1), 0.0, outputs)
+            sums = add_up_repeats(outputs, first_places(tokens))
+            yield slots[1], Lookups(tokens, sums, size)
             return
         leaves = {place: value.detach().requires_grad_() for place, value in followed.items()}
         with torch.enable_grad():
@@ -120,9 +126,8 @@ def derive(call: Call) -> Any:
             allow_unused=True,
         )
         for place, gradient in zip(leaves, gradients, strict=True):
-            slot = slots[place]
-            if gradient is not None and slot is not None:
-                yield slot, Rows(widen(gradient))
+            if gradient is not None:
+                yield slots[place], Rows(widen(gradient))
 
     def follow(which: int, value: Tensor) -> Tensor:
         if not value.is_floating_point():
@@ -136,19 +141,6 @@ def derive(call: Call) -> Any:
     if not isinstance(result, (tuple, list)) or not all(isinstance(v, Tensor) for v in result):
         return result  # a shape, a type, a number
     return type(result)(follow(which, value) for which, value in enumerate(result))
-
-
-def _read(slots: dict[int, str | None], tokens: Tensor, outputs: Tensor, call: Call) -> Uses:
-    """The rows of a table that are the same for all examples."""
-    (place, slot), *more = slots.items()
-    if more or place != 1:
-        raise NotSupportedError("an embedding whose numbers are parameters")
-    size = len(call.given[1])
-    padding = call.kwargs.get("padding_idx", call.args[2] if len(call.args) > 2 else None)
-    if padding is not None:
-        outputs = torch.where((tokens == padding % size).unsqueeze(-1), 0.0, outputs)
-    if slot is not None:
-        yield slot, Lookups(tokens, add_up_repeats(outputs, first_places(tokens)), size)
 
 
 def _matmul(tape: Tape, input: Tensor, other: Tensor) -> Any:

@@ -8,7 +8,7 @@ from torch import nn
 from dpsur.functional.problem import Objective, Problem
 from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.tree import TensorTree
-from dpsur.per_example.clipping import BatchSlice, make_tape, strategy_for, sum_of_outputs
+from dpsur.per_example.clipping import make_tape, strategy_for, sum_of_outputs
 
 _log = logging.getLogger("dpsur.engine")
 _ONE_BY_ONE = "one-by-one"
@@ -73,7 +73,7 @@ def engine_report(problem: Problem) -> EngineReport:
     if report.reason is None:  # then losses may still not be computed at once
         with seeded_globally(0, problem.device):
             try:
-                make_tape(problem, params, BatchSlice(first), plan)
+                make_tape(problem, params, plan.records, first.inputs, first.targets)
             except Exception as error:  # what is wrong with a loss is for `check_loss` to say
                 _log.debug("dpsur: the loss fails on the first records: %s", error)
         if not plan.records.by_construction:

@@ -113,10 +113,17 @@ class KnownInputs:
     @property
     def finite(self) -> bool:
         """Whether no record holds NaN or infinity."""
-        tables = _current(self.tables, self.data)
+        tables = self._current_tables()
         if "finite" not in tables:
             tables["finite"] = all(bool(part.isfinite().all()) for part in _parts(self.data))
         return bool(tables["finite"])
+
+    def _current_tables(self) -> Tables:
+        """The tables, emptied first if the data was written to since they were made."""
+        if self.tables.get("version") != self.data._version:
+            self.tables.clear()
+            self.tables["version"] = self.data._version
+        return self.tables
 
     def look_up(self, name: Hashable, compute: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Result of `compute` for the batch, from a table that is made on the first call.
@@ -124,33 +131,19 @@ class KnownInputs:
         None where a table of the whole set has no room. Only the first call waits for the device,
         so that it must come before a capture.
         """
-        tables, data = _current(self.tables, self.data), self.data
+        tables, data = self._current_tables(), self.data
         if name not in tables:
             one = compute(data[:1])
-            room = has_room(one.element_size() * one.numel() * len(data), data.device)
-            tables[name] = _fill(data, one, compute) if room else None
+            tables[name] = None
+            if has_room(one.element_size() * one.numel() * len(data), data.device):
+                made = tables[name] = one.new_empty(len(data), *one.shape[1:])
+                parts = _parts(data)
+                for place, part in zip(torch.split(made, len(parts[0])), parts, strict=True):
+                    place.copy_(compute(part))
+                if data.is_cuda:  # another stream may be the next to read it
+                    torch.cuda.current_stream(data.device).synchronize()
         table = tables[name]
         return table.index_select(0, self.rows) if isinstance(table, Tensor) else None
-
-
-def _fill(data: Tensor, one: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """A table, some rows of the data after the other."""
-    table = one.new_empty(len(data), *one.shape[1:])
-    start = 0
-    for part in _parts(data):
-        table[start : start + len(part)] = compute(part)
-        start += len(part)
-    if data.is_cuda:  # another stream may be the next to read it
-        torch.cuda.current_stream(data.device).synchronize()
-    return table
-
-
-def _current(tables: Tables, data: Tensor) -> Tables:
-    """The tables, emptied first if the data was written to since they were made."""
-    if tables.get("version") != data._version:
-        tables.clear()
-        tables["version"] = data._version
-    return tables
 
 
 def _parts(data: Tensor) -> tuple[Tensor, ...]:
