@@ -72,19 +72,18 @@ def test_gradients_are_those_of_rounded_factors(channels, height, side, window, 
 GROUPED = [
     (6, 6, 6, Window((3, 3), (1, 1), (1, 1), (1, 1))),  # depthwise
     (2, 6, 4, Window((3, 3), (2, 2), (1, 1), (1, 1))),
-    (3, 30, 60, Window((5,), (2,), (1,), (2,))),
-    (1, 20, 34, Window((3,), (1,), (2,), (0,))),
+    (3, 30, 60, Window((1, 5), (1, 2), (1, 1), (0, 2))),
+    (1, 20, 34, Window((1, 3), (1, 1), (1, 2), (0, 0))),
 ]
 
 
 def factors_of(channels, height, window, groups, device, kind=torch.float32):
     """Inputs and output gradients of a convolution."""
     torch.manual_seed(0)
-    inputs = torch.randn(3, channels, *[9] * len(window.sizes), device=device)
+    inputs = torch.randn(3, channels, 9, 9, device=device)
     weight = torch.zeros(height, channels // groups, *window.sizes, device=device)
-    convolve = (F.conv1d, F.conv2d)[len(window.sizes) - 1]
     given = window.strides, window.margins, window.dilations, groups
-    outputs = torch.randn_like(convolve(inputs, weight, None, *given))
+    outputs = torch.randn_like(F.conv2d(inputs, weight, None, *given))
     return inputs, outputs.to(kind)
 
 
@@ -110,7 +109,7 @@ DEPTHWISE = [
     (6, 6, Window((3, 3), (1, 1), (1, 1), (1, 1))),
     (4, 12, Window((7, 7), (1, 1), (1, 1), (3, 3))),
     (5, 5, Window((2, 3), (2, 1), (1, 2), (0, 2))),
-    (3, 6, Window((5,), (2,), (1,), (2,))),
+    (3, 6, Window((1, 5), (1, 2), (1, 1), (0, 2))),
 ]
 
 
@@ -175,12 +174,12 @@ def test_sums_of_normalisations(device):
     torch.manual_seed(0)
     inputs, slopes = torch.randn(2, 3, 8, 5, 7, device=device)
     seen, means, rates = torch.native_group_norm(inputs, None, None, 3, 8, 35, 4, 1e-5)
-    scale, shift = fused.channel_sums(inputs, slopes, means, rates)
+    scale, shift = fused.channel_sums(inputs, means, rates, slopes)
     torch.testing.assert_close(scale, (slopes * seen).sum((2, 3)), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(shift, slopes.sum((2, 3)), rtol=1e-4, atol=1e-5)
     inputs, slopes = torch.randn(2, 3, 21, 70, device=device)
     seen, means, rates = torch.native_layer_norm(inputs, [70], None, None, 1e-5)
-    scale, shift = fused.position_sums(inputs, slopes, means, rates)
+    scale, shift = fused.position_sums(inputs, means, rates, slopes)
     torch.testing.assert_close(scale, (slopes * seen).sum(1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(shift, slopes.sum(1), rtol=1e-4, atol=1e-5)
 

@@ -3,9 +3,6 @@
 That records are independent needs no check here: the record level keeps them apart.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 
@@ -29,11 +26,22 @@ def check_model(model: nn.Module, examples: Examples, *, tested: bool = True) ->
             raise UnsupportedModelError(fault.describe(name, module))
     rows = map_tensors(synthetic, examples.inputs)
     before = map_tensors(torch.clone, rows)
-    with _errors_named(rows), torch.no_grad(), mode(model, training=False):
-        state = generator_state(next(model.parameters()).device)
-        with forbid_side_effects(model, {}):
-            outputs = output_rows(call(model, rows))
-        drew = not torch.equal(state, generator_state(next(model.parameters()).device))
+    device = next(model.parameters()).device
+    with torch.no_grad(), mode(model, training=False):
+        state = generator_state(device)
+        try:
+            with forbid_side_effects(model, {}):
+                outputs = output_rows(call(model, rows))
+        except UnsupportedModelError:
+            raise
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            about = f"inputs of {describe_rows(rows, 2)}"
+            if from_custom_code(error):  # which its author knows best how to read
+                error.add_note(f"dpsur: raised when the model was tried on {about}")
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelInputError(f"the model cannot take {about}: {reason}") from error
+        drew = not torch.equal(state, generator_state(device))
     if drew and tested:
         raise UnsupportedModelError(
             "the model draws random numbers in evaluation mode, so that the gate, which compares "
@@ -111,18 +119,3 @@ def refuse_complex(name: str, value: Tensor) -> None:
             f"parameter {name} is complex; keep its real and imaginary parts as a real parameter "
             "and join them in forward by torch.view_as_complex"
         )
-
-
-@contextmanager
-def _errors_named(inputs: TensorTree) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        if isinstance(error, UnsupportedModelError):
-            raise
-        about = f"inputs of {describe_rows(inputs, 2)}"
-        if from_custom_code(error):  # which its author knows best how to read
-            error.add_note(f"dpsur: raised when the model was tried on {about}")
-            raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelInputError(f"the model cannot take {about}: {reason}") from error

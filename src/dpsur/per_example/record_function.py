@@ -46,6 +46,10 @@ _KNOWN = {
 _ROUNDING = 1e-4
 
 
+# Models that were warned about: each is, once.
+_warned: WeakSet[nn.Module] = WeakSet()
+
+
 class Way(Enum):
     """How a function is run over records, fastest first."""
 
@@ -183,7 +187,13 @@ class RecordFunction:
         for way in list(Way) if known is None else [known]:
             if way is Way.ALONE and known is None:
                 self.why_alone = self._reason(errors[-1])
-                _warn_once(self.models, self.why_alone)
+                if not all(model in _warned for model in self.models):
+                    logging.getLogger("dpsur.engine").warning(
+                        "dpsur: this model or loss runs one record at a time, which is many times "
+                        "slower, with the same results: %s",
+                        self.why_alone,
+                    )
+                _warned.update(self.models)
             given, bad = batch, None
             for _ in range(2):
                 try:
@@ -486,20 +496,6 @@ def _none(value: Any) -> None:
             "taken apart into records; return its parameters, or compute the loss in "
             "engine.private_step"
         )
-
-
-# Models that were warned about: each is, once.
-_warned: WeakSet[nn.Module] = WeakSet()
-
-
-def _warn_once(models: Sequence[nn.Module], why: str) -> None:
-    if not all(model in _warned for model in models):
-        logging.getLogger("dpsur.engine").warning(
-            "dpsur: this model or loss runs one record at a time, which is many times slower, with "
-            "the same results: %s",
-            why,
-        )
-    _warned.update(models)
 
 
 def _own_draws(batch: Any, records: int) -> list[Callable[[], AbstractContextManager[None]]]:

@@ -86,13 +86,8 @@ def rounded_gradients(
     stored in bfloat16 too. They have the shape (examples, out, in, *kernel). Norms are those of
     what is stored, and sums are made of it, so that rounding cannot carry a record past the bound.
     """
-    if not inputs.numel() or inputs.dim() not in (3, 4):
+    if not inputs.numel() or inputs.dim() != 4:
         return None
-    if inputs.dim() == 3:  # along one dimension: maps of the height 1
-        flat = rounded_gradients(
-            inputs.unsqueeze(2), outputs.unsqueeze(2), window.with_height(), groups, tile
-        )
-        return None if flat is None else (flat[0].squeeze(3), flat[1])
     outputs = outputs.contiguous()
     inputs = inputs.contiguous()
     kernels = kernels_for(inputs, outputs, types=READABLE)
@@ -151,11 +146,8 @@ def depthwise_gradients(
 
     Gradients have the shape (examples, out, 1, *kernel).
     """
-    if inputs.dim() not in (3, 4):
+    if inputs.dim() != 4:
         return None
-    if inputs.dim() == 3:  # along one dimension: maps of the height 1
-        flat = depthwise_gradients(inputs.unsqueeze(2), outputs.unsqueeze(2), window.with_height())
-        return None if flat is None else (flat[0].squeeze(3), flat[1])
     inputs, outputs = inputs.contiguous(), outputs.contiguous()
     kernels = kernels_for(inputs, outputs, types=READABLE)
     (examples, channels, *sides), (height, *maps) = inputs.shape, outputs.shape[1:]
@@ -325,7 +317,7 @@ def product_norms(
 
 
 def channel_sums(
-    inputs: Tensor, slopes: Tensor, means: Tensor, rates: Tensor
+    inputs: Tensor, means: Tensor, rates: Tensor, slopes: Tensor
 ) -> tuple[Tensor, Tensor] | None:
     """Sums over the map of every channel: of `slopes` times normalised inputs, and of `slopes`.
 
@@ -358,13 +350,13 @@ def channel_sums(
 
 
 def position_sums(
-    inputs: Tensor, slopes: Tensor, means: Tensor, rates: Tensor
+    inputs: Tensor, means: Tensor, rates: Tensor, slopes: Tensor
 ) -> tuple[Tensor, Tensor] | None:
     """The same for layer norms: tensors of shape (examples, positions, width), sums over positions.
 
     `means` and `rates` have one entry per position.
     """
-    slopes = slopes.contiguous()
+    slopes = slopes.reshape(inputs.shape).contiguous()
     kernels = kernels_for(inputs, slopes, means, rates)
     if kernels is None:
         return None

@@ -28,12 +28,13 @@ from dpsur.per_example.kernels.fused import (
 )
 from dpsur.per_example.rules.patches import (
     Window,
+    examples_at_once,
     inner_products,
     inner_products_cost,
     inner_products_of,
     instantiate,
     patches,
-    scratch_rows,
+    scratch_of,
 )
 from dpsur.per_example.tape import NotSupportedError, Tape, Uses
 
@@ -66,7 +67,7 @@ class Sliding(Contribution):
         if self.grams is not None:
             outputs = self.outputs.flatten(2)
             return InnerNorms.of(self.grams, torch.bmm(outputs.mT, outputs), terms)
-        step = scratch_rows(self.inputs, self.window, places)
+        step = examples_at_once(self.inputs, scratch_of(self.inputs, self.window, places))
         parts = []
         for start in range(0, len(self.outputs), step):
             some = slice(start, start + step)
@@ -224,16 +225,18 @@ def _rows(
 
     Where layers round to TF32 or bfloat16, so may gradients: what is measured is what is added up.
     """
+    shape = -1, outputs.shape[1], inputs.shape[1] // groups, *window.sizes
+    if inputs.dim() == 3:  # along one dimension: maps of the height 1
+        inputs, outputs, window = inputs.unsqueeze(2), outputs.unsqueeze(2), window.with_height()
+    found: tuple[Tensor, Tensor | None] | None = None
     if groups > 1 and groups == inputs.shape[1]:
-        rows = depthwise_gradients(inputs, outputs, window)
-        if rows is not None:
-            return Rows(*rows) if fold == 1 else Rows(_unfolded(rows[0], fold))
-    if rounds:
-        rows = rounded_gradients(inputs, outputs, window, groups)
-        if rows is not None:
-            return Rows(*rows) if fold == 1 else Rows(_unfolded(widen(rows[0]), fold))
-    each = instantiate(widen(inputs), widen(outputs), window, groups)
-    return Rows(_unfolded(each, fold))
+        found = depthwise_gradients(inputs, outputs, window)
+    if found is None and rounds:
+        found = rounded_gradients(inputs, outputs, window, groups)
+    if found is None:
+        found = instantiate(widen(inputs), widen(outputs), window, groups), None
+    rows, squares = found[0].view(shape), found[1]
+    return Rows(rows, squares) if fold == 1 else Rows(_unfolded(widen(rows), fold))
 
 
 def _instantiate(inputs: Tensor, outputs: Tensor, window: Window, fold: int) -> bool:

@@ -33,13 +33,10 @@ def group_norm_map(
         input = input.contiguous()
         shape = (len(input), input.shape[1], input[0, 0].numel(), num_groups)
         output, means, rates = torch.native_group_norm(input, weight, bias, *shape, eps)
-        sums = partial(_channel_sums, input.detach(), means.detach(), rates.detach())
+        sums = partial(fused.channel_sums, input.detach(), means.detach(), rates.detach())
     else:
         output = F.group_norm(input, num_groups, weight, bias, eps)
-
-    def normalise() -> Tensor:
-        return F.group_norm(input, num_groups, None, None, eps)
-
+    normalise = partial(F.group_norm, input, num_groups, None, None, eps)
     return _scaled(tape, output, weight, bias, normalise, _by_channel, sums)
 
 
@@ -58,15 +55,11 @@ def layer_norm_map(
     if _has_kernel(input):
         input = input.contiguous()
         output, means, rates = torch.native_layer_norm(input, shape, weight, bias, eps)
-        sums = partial(
-            _position_sums, tape.examples, input.detach(), means.detach(), rates.detach()
-        )
+        rows = input.detach().view(tape.examples, -1, input.numel() // means.numel())
+        sums = partial(fused.position_sums, rows, means.detach(), rates.detach())
     else:
         output = F.layer_norm(input, shape, weight, bias, eps)
-
-    def normalise() -> Tensor:
-        return F.layer_norm(input, shape, None, None, eps)
-
+    normalise = partial(F.layer_norm, input, shape, None, None, eps)
     return _scaled(tape, output, weight, bias, normalise, _by_entry(shape), sums)
 
 
@@ -80,10 +73,7 @@ def rms_norm_map(
     """Like layer norm, without centring and without a shift."""
     shape = list(normalized_shape)
     output = F.rms_norm(input, shape, weight, eps)
-
-    def normalise() -> Tensor:
-        return F.rms_norm(input, shape, None, eps)
-
+    normalise = partial(F.rms_norm, input, shape, None, eps)
     return _scaled(tape, output, weight, None, normalise, _by_entry(shape))
 
 
@@ -130,21 +120,6 @@ def _has_kernel(input: Tensor) -> bool:
         and input.dim() > 2
         and input.numel() > 0
     )
-
-
-def _channel_sums(
-    input: Tensor, means: Tensor, rates: Tensor, gradient: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    return fused.channel_sums(input, gradient, means, rates)
-
-
-def _position_sums(
-    examples: int, input: Tensor, means: Tensor, rates: Tensor, gradient: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    if means.numel() == 0 or examples == 0:
-        return None
-    shape = examples, means.numel() // examples, input.numel() // means.numel()
-    return fused.position_sums(input.view(shape), gradient.reshape(shape), means, rates)
 
 
 def _by_channel(values: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ def instantiate(inputs: Tensor, outputs: Tensor, window: Window, groups: int) ->
 
 def inner_products_cost(channels: int, spatial: torch.Size, window: Window, places: int) -> int:
     """Multiplications for inner products between the patches of one example, the cheaper way."""
-    return min(_direct_cost(channels, window, places), _shared_cost(channels, spatial, window))
+    return min(_costs(channels, spatial, window, places))
 
 
 def inner_products(inputs: Tensor, window: Window, places: int) -> Tensor:
@@ -165,19 +165,14 @@ def _terms(
         yield first, end - first, part
 
 
-def scratch_rows(inputs: Tensor, window: Window, places: int) -> int:
-    """Examples whose inner products are found at once."""
-    return examples_at_once(inputs, _scratch(inputs, window, places))
-
-
 def inner_products_of(inputs: Tensor, window: Window, places: int) -> Tensor:
     """`inner_products` of any number of examples, a few at a time."""
-    step = max(1, _NUMBERS_FOR_TABLES // _scratch(inputs, window, places))
+    step = max(1, _NUMBERS_FOR_TABLES // scratch_of(inputs, window, places))
     pieces = torch.split(inputs, step)
     return torch.cat([inner_products(piece, window, places) for piece in pieces])
 
 
-def _scratch(inputs: Tensor, window: Window, places: int) -> int:
+def scratch_of(inputs: Tensor, window: Window, places: int) -> int:
     """Numbers that inner products of one example take on the way."""
     if _sharing_pays(inputs, window, places):
         return 2 * max(prod(inputs.shape[2:]), places) ** 2
@@ -185,14 +180,12 @@ def _scratch(inputs: Tensor, window: Window, places: int) -> int:
 
 
 def _sharing_pays(inputs: Tensor, window: Window, places: int) -> bool:
-    channels, spatial = inputs.shape[1], inputs.shape[2:]
-    return _shared_cost(channels, spatial, window) < _direct_cost(channels, window, places)
+    direct, shared = _costs(inputs.shape[1], inputs.shape[2:], window, places)
+    return shared < direct
 
 
-def _direct_cost(channels: int, window: Window, places: int) -> int:
-    return places * channels * prod(window.sizes) * (places + MEMORY_COST)
-
-
-def _shared_cost(channels: int, spatial: torch.Size, window: Window) -> int:
-    pixels = prod(spatial) ** 2
-    return pixels * (channels + MEMORY_COST // 4 * (1 + sum(window.sizes)))
+def _costs(channels: int, spatial: torch.Size, window: Window, places: int) -> tuple[int, int]:
+    """Multiplications for patches themselves, and for sums of products between pixels."""
+    direct = places * channels * prod(window.sizes) * (places + MEMORY_COST)
+    shared = prod(spatial) ** 2 * (channels + MEMORY_COST // 4 * (1 + sum(window.sizes)))
+    return direct, shared

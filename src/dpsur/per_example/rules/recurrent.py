@@ -95,7 +95,8 @@ def _cell_of(module: nn.RNNBase | nn.RNNCellBase) -> Cell:
         return _lstm
     if isinstance(module, (nn.GRU, nn.GRUCell)):
         return _gru
-    return _relu if module.nonlinearity == "relu" else _tanh
+    activation = torch.relu if module.nonlinearity == "relu" else torch.tanh
+    return lambda now, own, _: (activation(now + own),)
 
 
 def _lstm(now: Tensor, own: Tensor, state: State) -> State:
@@ -111,14 +112,6 @@ def _gru(now: Tensor, own: Tensor, state: State) -> State:
     own_reset, own_update, recalled = own.chunk(3, -1)
     fresh = (fresh + (reset + own_reset).sigmoid() * recalled).tanh()
     return (torch.lerp(fresh, state[0], (update + own_update).sigmoid()),)
-
-
-def _tanh(now: Tensor, own: Tensor, state: State) -> State:  # noqa: ARG001
-    return ((now + own).tanh(),)
-
-
-def _relu(now: Tensor, own: Tensor, state: State) -> State:  # noqa: ARG001
-    return ((now + own).relu(),)
 
 
 def _layer(
@@ -182,43 +175,36 @@ def _lstm_layer(
     if weights.hidden_bias:
         # in place, where nothing else reads it; the graph need not know of a constant
         gates.data.add_(torch.stack(weights.hidden_bias)[:, None, None])
-    kept: list[Tensor] = []
-    gates = tape.watch(gates, _record(tape, fold, [one.detach() for one in seen], weights, kept))
-    hidden = torch.stack(weights.hidden)
-    if not initial:
-        initial = [gates.new_zeros(*gates.shape[::2], hidden.shape[2])] * 2
-    states, last = LstmRecurrence.apply(gates, hidden, *initial, kept)  # type: ignore[no-untyped-call]
-    return states, [states[:, -1], last]
-
-
-def _record(
-    tape: Tape, fold: int, seen: list[Tensor], weights: Weights, kept: list[Tensor]
-) -> Callable[[Tensor], Uses]:
-    """`kept` holds the states (directions, times + 1, rows, width), the initial one first."""
+    seen = [one.detach() for one in seen]
+    kept: list[Tensor] = []  # states (directions, times + 1, rows, width), the initial one first
     layout = Layout(1, fold)
-
-    def by_example(values: Tensor) -> Tensor:
-        rows = layout.by_example(values).reshape(tape.examples, -1, values.shape[-1])
-        return rows.contiguous()  # used several times, and slow to read across times
-
     matrices, biases = (
         [[tape.slot(value) for value in values] for values in both]
         for both in ((weights.inputs, weights.hidden), (weights.input_bias, weights.hidden_bias))
     )
 
+    def by_example(values: Tensor) -> Tensor:
+        rows = layout.by_example(values).reshape(tape.examples, -1, values.shape[-1])
+        return rows.contiguous()  # used several times, and slow to read across times
+
     def record(gradient: Tensor) -> Uses:
         for direction, one in enumerate(seen):
-            gates = by_example(gradient[direction])
+            slopes = by_example(gradient[direction])
             for slots, inputs in zip(matrices, (one, kept[0][direction, :-1]), strict=True):
                 slot = slots[direction]
                 if slot is not None:
-                    yield slot, Products(by_example(inputs), gates).cheapest()
+                    yield slot, Products(by_example(inputs), slopes).cheapest()
             for slots in biases:
                 slot = slots[direction] if slots else None
                 if slot is not None:
-                    yield slot, Rows(gates.sum(1))
+                    yield slot, Rows(slopes.sum(1))
 
-    return record
+    gates = tape.watch(gates, record)
+    hidden = torch.stack(weights.hidden)
+    if not initial:
+        initial = [gates.new_zeros(*gates.shape[::2], hidden.shape[2])] * 2
+    states, last = LstmRecurrence.apply(gates, hidden, *initial, kept)  # type: ignore[no-untyped-call]
+    return states, [states[:, -1], last]
 
 
 class LstmRecurrence(torch.autograd.Function):
