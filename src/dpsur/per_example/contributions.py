@@ -227,7 +227,7 @@ MEMORY_COST = 16
 
 
 class Contribution(ABC):
-    """One use of one parameter (or of some of its rows) by a batch of examples."""
+    """One use of one parameter by a batch of examples."""
 
     @abstractmethod
     def measure(self) -> Measure:
@@ -254,9 +254,10 @@ class Contribution(ABC):
         """This use and another one of the same parameter, if there is a better way than adding."""
         return None
 
-    @abstractmethod
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> list[Tensor]:
         """What this use keeps in memory."""
+        held = [one.values if isinstance(one, Output) else one for one in vars(self).values()]
+        return [one for one in held if isinstance(one, Tensor)]
 
 
 @dataclass(frozen=True)
@@ -283,9 +284,6 @@ class Rows(Contribution):
 
     def per_example(self) -> Tensor:
         return widen(self.rows)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.rows,)
 
 
 @dataclass(frozen=True)
@@ -332,9 +330,6 @@ class Products(Contribution):
 
     def products(self) -> "Products":
         return self
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.inputs, self.outputs)
 
     def cheapest(self) -> Contribution:
         """Form the gradients now where that is cheaper than inner products; shapes decide."""
@@ -425,9 +420,6 @@ class Outer(Contribution):
     def products(self) -> Products:
         return Products(self.inputs.unsqueeze(1), self.output.values.unsqueeze(1))
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.inputs, self.output.values)
-
 
 @dataclass(frozen=True)
 class Shift(Contribution):
@@ -446,9 +438,6 @@ class Shift(Contribution):
 
     def per_example(self) -> Tensor:
         return widen(self.output.values)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.output.values,)
 
 
 def instantiating_pays(positions: int, width: int, height: int) -> bool:

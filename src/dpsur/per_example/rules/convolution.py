@@ -133,9 +133,6 @@ class Sliding(Contribution):
             outputs.reshape(examples, -1, outputs.shape[-1]),
         )
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.inputs, self.outputs)
-
 
 def convolution_map(
     tape: Tape,

@@ -67,9 +67,6 @@ class Lookups(Contribution):
             return Rows(total.view_as(other.rows))
         return None
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.tokens, self.outputs)
-
     def _chosen(self) -> Tensor:
         tokens = torch.arange(self.table_rows, device=self.tokens.device)
         return (self.tokens.unsqueeze(-1) == tokens).to(self.outputs.dtype)
@@ -109,9 +106,6 @@ class TiedLookups(Contribution):
 
     def per_example(self) -> Tensor:
         return self.linear.per_example() + self.lookups.per_example()
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*self.lookups.tensors(), *self.linear.tensors())
 
 
 def first_places(tokens: Tensor) -> Tensor:
