@@ -396,15 +396,7 @@ class RecordLevel(TorchFunctionMode):
 
     def _checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`torch.utils.checkpoint.checkpoint`, whose recomputation enters the level again."""
-        for name in (
-            "use_reentrant",
-            "preserve_rng_state",
-            "determinism_check",
-            "debug",
-            "context_fn",
-            "early_stop",
-        ):
-            kwargs.pop(name, None)
+        kwargs = {name: value for name, value in kwargs.items() if name not in _CHECKPOINT_OPTIONS}
         if not self._on_top() or not torch.is_grad_enabled() or self.tape.segment is not None:
             return function(*args, **kwargs)
         while isinstance(function, partial):  # its tensors enter the level again as well
@@ -412,10 +404,7 @@ class RecordLevel(TorchFunctionMode):
             function = function.func
         given = tensors_of((args, kwargs))
         hidden = [self.holds(value) for value in given]
-        plain = [
-            get_unwrapped(v).movedim(maybe_get_bdim(v), 0) if h else v
-            for v, h in zip(given, hidden, strict=True)
-        ]
+        plain = [self.show(v) if h else v for v, h in zip(given, hidden, strict=True)]
         arguments = _without_tensors((args, kwargs))  # which would outlive the level
         structure: Any = None
         segment = Segment()
@@ -440,6 +429,10 @@ class RecordLevel(TorchFunctionMode):
 # torch says so, once, where it has no batched form of an operation and loops instead
 _set_vmap_fallback_warning_enabled(False)
 
+# What a checkpoint is told about itself, and not the function in it.
+_CHECKPOINT_OPTIONS = {*signature(torch.utils.checkpoint.checkpoint).parameters}
+_CHECKPOINT_OPTIONS |= {"preserve_rng_state"}
+_CHECKPOINT_OPTIONS -= {"args", "kwargs"}
 _checkpoint = torch.utils.checkpoint.checkpoint
 _generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 

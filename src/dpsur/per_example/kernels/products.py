@@ -271,39 +271,26 @@ def _split(
     parts: tuple[bool, ...],
     length: int,
     factors: Tensor | None = None,
-    *,
-    first: int = 0,
-    positions: int = 1,
-    scaled: bool = False,
-    dtype: torch.dtype = torch.float32,
-    room: int = 0,
+    **options: Any,
 ) -> Tensor | None:
     """The rows of a matrix, split; factors are those of its columns.
 
     A view of a transpose is copied on the way: tensor cores want what is summed to lie together.
     """
     if factors is None and matrix.stride(1) == 1:
-        return split_matrix(matrix, parts, length=length, dtype=dtype, room=room)
+        return split_matrix(matrix, parts, length=length, **options)
     if matrix.stride(0) != 1:
         matrix = matrix.mT.contiguous().mT
-    return split_matrix(
-        matrix.mT,
-        parts,
-        factors,
-        length=length,
-        first=first,
-        positions=positions,
-        scaled=scaled,
-        transposed=True,
-        dtype=dtype,
-        room=room,
-    )
+    return split_matrix(matrix.mT, parts, factors, length=length, transposed=True, **options)
 
 
 def _add(left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None, *, begun: bool) -> None:
     """`left @ right.mT`, written or added to what is there."""
     if left.dtype == torch.bfloat16:
-        found = _wide_product(left, right.mT)
+        if left.is_cuda:
+            found = torch.mm(left, right.mT, out_dtype=torch.float32)
+        else:
+            found = left.float() @ right.mT.float()
         out.add_(found) if begun else out.copy_(found)
         return
     with precision(tf32=True):
@@ -313,14 +300,6 @@ def _add(left: Tensor, right: Tensor, out: Tensor, bias: Tensor | None, *, begun
             torch.mm(left, right.mT, out=out)
         else:
             torch.addmm(bias, left, right.mT, out=out)
-
-
-def _wide_product(one: Tensor, other: Tensor) -> Tensor:
-    """Of matrices in bfloat16, in float32."""
-    if one.is_cuda:
-        found: Tensor = torch.mm(one, other, out_dtype=torch.float32)
-        return found
-    return one.float() @ other.float()
 
 
 def _flat(x: Tensor) -> Tensor:
