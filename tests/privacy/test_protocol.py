@@ -20,7 +20,7 @@ PLANS = {
     "filter": plan_behind_filter(BUDGET, "every-trial", 8.0, 0.5, Trial(UPDATE), None),
     "gated filter": plan_behind_filter(BUDGET, "proven", 8.0, 0.5, GATED, 10, 60),
     "menu": menu_plan(BUDGET, "proven", Menu((UPDATE, UPDATE), 5), SampledGaussian(0.2, 20.0), 10),
-    "blocks": block_plan(BUDGET, "proven", UPDATE, Gaussian(20.0), (0, 2, 2, 6)),
+    "blocks": block_plan(BUDGET, "proven", Trial(UPDATE), Gaussian(20.0), (0, 2, 2, 6)),
 }
 
 

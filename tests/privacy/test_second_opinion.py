@@ -73,7 +73,7 @@ def test_figures_at_all_sixteen_settings_are_confirmed():
 def test_blocks_with_tests_are_confirmed():
     for test in (Gaussian(30.0), SampledGaussian(0.1, 10.0)):
         plan = block_plan(
-            Budget(8.0, DELTA), "proven", UPDATE, test, (0, 20, 100), (Gaussian(8.0),)
+            Budget(8.0, DELTA), "proven", Trial(UPDATE), test, (0, 20, 100), (Gaussian(8.0),)
         )
         (found,) = statement_opinions(plan, {}, plan.figures())
         assert found.figures == ("proven",)

@@ -255,7 +255,7 @@ def _block_figures(
         for name in ("proven", "every-trial"):
             # the budget is not part of the figure
             plan = block_plan(
-                Budget(1.0, options.delta), name, update, test, sizes, setup_events(options)
+                Budget(1.0, options.delta), name, Trial(update), test, sizes, setup_events(options)
             )
             found[name.replace("-", "_")] = plan.epsilon()
             charges[name.replace("-", "_")] = plan.charges()

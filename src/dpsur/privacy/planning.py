@@ -273,20 +273,15 @@ def _others_spend_all(plan: Plan) -> bool:
 def block_plan(
     budget: Budget,
     accounting: str,
-    update: SampledGaussian,
+    step: Trial | Menu,
     test: BlockTest,
     blocks: tuple[int, ...],
     setup: tuple[Event, ...] = (),
-    menu: Menu | None = None,
     steering: SampledGaussian | None = None,
     *,
     searches: bool = True,
 ) -> Plan:
-    """Updates in blocks of these numbers, and a noisy test after each; 0 means a test at once.
-
-    With a `menu` the updates are chosen from it, and `update` is its first choice.
-    """
-    step = Trial(update) if menu is None else menu
+    """Updates in blocks of these numbers, and a noisy test after each; 0 means a test at once."""
     phases = tuple(Phase(step, size, test=test, steering=steering) for size in blocks)
     return Plan(budget, accounting, phases, setup, searches=searches)
 
@@ -315,15 +310,14 @@ def plan_blocks(
     """
 
     def plan_with(noise: float, of_tests: float) -> Plan:
-        scaled, update = menu, SampledGaussian(sample_rate, noise)
+        step: Trial | Menu = Trial(SampledGaussian(sample_rate, noise))
         if menu is not None:
-            scaled = menu.scaled(noise / menu.choices[0].noise_multiplier)
-            update = scaled.choices[0]
+            step = menu.scaled(noise / menu.choices[0].noise_multiplier)
         test: BlockTest = Gaussian(of_tests)
         if test_rate is not None:
             test = SampledGaussian(test_rate, of_tests)
         return block_plan(
-            budget, accounting, update, test, blocks, setup, scaled, steering, searches=searches
+            budget, accounting, step, test, blocks, setup, steering, searches=searches
         )
 
     if noise_multiplier is None and test_noise is not None:
