@@ -26,8 +26,8 @@ import os
 import secrets
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -140,29 +140,29 @@ class DataLedger:
 
     @property
     def unit(self) -> str:
-        with self._reading() as database:
+        with self._connected() as database:
             return _facts(database)["unit"]
 
     @property
     def total(self) -> LedgerTotal | None:
-        with self._reading() as database:
+        with self._connected() as database:
             return _total(database)
 
     def totals(self) -> list[tuple[str, LedgerTotal]]:
         """All totals that were ever set, with their dates."""
-        with self._reading() as database:
+        with self._connected() as database:
             rows = database.execute("SELECT * FROM totals ORDER BY rowid").fetchall()
         return [(row[0], LedgerTotal(*row[1:])) for row in rows]
 
     def bookings(self) -> list[Booking]:
-        with self._reading() as database:
+        with self._connected() as database:
             return _bookings(database)
 
     # What changes it
 
     def set_total(self, total: LedgerTotal) -> None:
         """From now on; what is booked already must fit."""
-        with self._writing() as database:
+        with self._connected(writes=True) as database:
             _check_fits(_bookings(database), total, "what is booked already")
             _set(database, total)
 
@@ -177,7 +177,7 @@ class DataLedger:
                 "proven or every-trial"
             )
         charges, epsilon, delta = may_spend(plan, whole=whole)
-        with self._writing() as database:
+        with self._connected(writes=True) as database:
             facts = _facts(database)
             if facts["unit"] != unit:
                 remedy = "groups=..." if facts["unit"] == "person" else "a ledger of persons"
@@ -200,7 +200,7 @@ class DataLedger:
 
     def holds(self, booking: str) -> bool:
         """Whether a run that is resumed was booked."""
-        with self._reading() as database:
+        with self._connected() as database:
             row = database.execute("SELECT 1 FROM bookings WHERE id = ?", (booking,)).fetchone()
         return row is not None
 
@@ -232,25 +232,17 @@ class DataLedger:
         return database
 
     @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        with closing(self._open()) as database:
-            self._check_place(_facts(database))
+    def _connected(self, *, writes: bool = False) -> Iterator[sqlite3.Connection]:
+        """What is not committed was never there; what is, survives a power cut."""
+        one = _transaction if writes else nullcontext  # those that write come one at a time
+        with closing(self._open()) as database, one(database):
+            if _facts(database)["place"] != _place(self.path):
+                raise InvalidInputError(
+                    f"the ledger {self.path} was copied, moved or restored, so that runs may be "
+                    "booked elsewhere that it does not know; if it is the one ledger of its data, "
+                    f"say so with `dpsur ledger adopt {self.path}`"
+                )
             yield database
-
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        """One at a time. What is not committed was never there; what is, survives a power cut."""
-        with closing(self._open()) as database, _transaction(database):
-            self._check_place(_facts(database))
-            yield database
-
-    def _check_place(self, facts: Mapping[str, str]) -> None:
-        if facts["place"] != _place(self.path):
-            raise InvalidInputError(
-                f"the ledger {self.path} was copied, moved or restored, so that runs may be booked "
-                "elsewhere that it does not know; if it is the one ledger of its data, say so with "
-                f"`dpsur ledger adopt {self.path}`"
-            )
 
 
 # --- what runs together may spend -----------------------------------------------------------------
