@@ -86,9 +86,6 @@ class _Blocks:
     def setup(self) -> tuple[Event, ...]:
         return self.plan.setup
 
-    def initial_state(self) -> State:
-        raise NotImplementedError
-
     def step(self, state: State) -> Step:
         """A test where a block is done, else what the source of gradients has next."""
         return self.plan.test if self.test_is_due(state) else self.updates.step(state)
