@@ -33,28 +33,20 @@ class Criterion:
         records = check_rows(given, "the arguments of the loss")
         if not records:
             raise InvalidInputError("the loss was called without records")
-        if not self._checked:
-            self._check(given)
+        if (
+            not self._checked and len(args) == 2 and not kwargs
+        ):  # a loss that keeps state is refused
+            drawn = map_tensors(_synthetic, args[0])
+            check_loss(self.loss, drawn, slice_rows(args[1], slice(1)))
+        self._checked = True
         outputs = [value for value in tensors_of(given) if value.requires_grad]
         found: Tensor = PerRecord.apply(self, given, records, *outputs)  # type: ignore[no-untyped-call]
         return found
 
     def losses(self, given: Arguments) -> Tensor:
         if len(given.args) == 2 and not given.kwargs:
-            return losses_one_by_one(self.loss, given.args[0], given.args[1])
-        return losses_one_by_one(
-            lambda one, _: self.loss(*one.args, **one.kwargs),
-            given,
-            None,
-        )
-
-    def _check(self, given: Arguments) -> None:
-        """Refuse a loss that keeps state, on synthetic outputs."""
-        if len(given.args) == 2 and not given.kwargs:
-            outputs, targets = given.args
-            drawn = map_tensors(_synthetic, outputs)
-            check_loss(self.loss, drawn, slice_rows(targets, slice(1)))
-        self._checked = True
+            return losses_one_by_one(self.loss, *given.args)
+        return losses_one_by_one(lambda one, _: self.loss(*one.args, **one.kwargs), given, None)
 
 
 def _synthetic(values: Tensor) -> Tensor:
