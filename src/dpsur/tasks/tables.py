@@ -173,8 +173,8 @@ class _Parts(NamedTuple):
 
 def table_task(name: str, declared: Declared) -> Task:
     declared.refuse(name, "schema", "labels", "columns", "test", "group_by")
-    schema = declared_schema(name, declared)
-    files = _files(named_file(name), declared, schema)
+    path, schema = named_file(name), declared_schema(name, declared)
+    files = _files(path, declared, schema)
     return _task(name, schema, _parts(files, schema, declared.group_by))
 
 
