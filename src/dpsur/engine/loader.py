@@ -444,13 +444,12 @@ class Collate:
         if records:
             return collate_apart(self.collate, records)
         # only the shape of the record is used; what is no number becomes empty
-        return map_tensors(torch.zeros_like, self.collate([self.dataset[0]]), otherwise=_blank)
-
-
-def _blank(value: Any) -> Any:
-    if isinstance(value, (bool, int, float, str, bytes)):
-        return type(value)()
-    return None
+        plain = (bool, int, float, str, bytes)
+        return map_tensors(
+            torch.zeros_like,
+            self.collate([self.dataset[0]]),
+            otherwise=lambda value: type(value)() if isinstance(value, plain) else None,
+        )
 
 
 _WORKERS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")

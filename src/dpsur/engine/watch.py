@@ -107,9 +107,6 @@ class Watcher(TrainedModule):
         _watchers.add(self)
         _wrap_backward()
 
-    def __deepcopy__(self, memo: Any) -> "Watcher":
-        return _inactive()
-
     def __reduce__(self) -> Any:
         return _inactive, ()
 
