@@ -103,7 +103,6 @@ class Finding:
         return CONTRADICTED if broken else NOT_CONTRADICTED
 
     def row(self) -> dict[str, Any]:
-        """Plain values, for a file of rows."""
         return {**asdict(self), "verdict": self.verdict}
 
 

@@ -129,11 +129,9 @@ class Ranks:
         return self.from_main(lambda: b"1" if decide() else b"") == b"1"
 
     def wait_for_all(self) -> None:
-        """Return when every rank has come here."""
         self.any(False)
 
     def any(self, flag: bool) -> bool:
-        """Whether a flag is set on some rank."""
         if self.size == 1:
             return flag
         own = torch.tensor([int(flag)], dtype=torch.int64, device=self.device)

@@ -87,7 +87,6 @@ class Batch:
         return total / count.clamp(min=1)
 
     def count(self) -> Tensor:
-        """How many rows were drawn, on all ranks together."""
         first = tensors_of(self.data.inputs)[0]
         return self.ranks.sum(self._own_count(first).reshape(1))[0]
 
@@ -115,7 +114,6 @@ def poisson_sample(size: int, rate: float, stream: Stream) -> Tensor:
 
 
 def exact_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
-    """A Poisson sample as it is drawn."""
     following = stream.ahead()
     rows = poisson_sample(len(examples), rate, stream)
     return _fetched(_share(examples, rows, stream.ranks), rate, following)

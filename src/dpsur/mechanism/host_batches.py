@@ -60,7 +60,6 @@ class HostBatches:
 
     @property
     def in_use(self) -> bool:
-        """Whether trials take batches of records on the host."""
         return bool(self._feeds)
 
     def batch(self, examples: HostExamples, rate: float, stream: Stream, rows: int) -> Batch:
@@ -96,7 +95,6 @@ class HostBatches:
             feed.examples.resolve()
 
     def close(self) -> None:
-        """Gather nothing more."""
         for feed in self._feeds.values():
             feed.examples.forget()
 
@@ -145,7 +143,6 @@ class _Feed:
         self._loaded = step
 
     def sample(self, step: int) -> Tensor:
-        """The rows that a step takes."""
         if self._ahead is not None and self._ahead[0] == step:
             return self._ahead[1]
         stream = self._streams.at(step)[self._purpose]

@@ -194,7 +194,6 @@ class Sampler:
         return None if self.random_layers else replace(self, pad=True)
 
     def layer_randomness(self, draws: Draws) -> AbstractContextManager[None]:
-        """Where layers such as dropout get their random numbers from."""
         return draws.global_randomness(LAYERS) if self.random_layers else nullcontext()
 
 
@@ -251,7 +250,6 @@ class DpGradient(GradientSource):
 
     @property
     def padded_batch_sizes(self) -> tuple[int, ...]:
-        """Sizes of padded batches, by level."""
         return padded_sizes(len(self.sampler.problem.train), self.update.sample_rate)
 
     def batch_sizes(self, streams: Streams, steps: range) -> list[int]:
@@ -284,7 +282,6 @@ class GradientProposer:
         return Trial(self.source.event(state))
 
     def initial_state(self) -> State:
-        """The model's own weights, and optimizer buffers at rest."""
         params = self.problem.initial_params()
         return State(
             params=params,

@@ -293,7 +293,6 @@ class RateSearch:
     rule: RateRule
 
     def initial_memory(self, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Nothing is known yet."""
         tests, blocks = len(self.plan.blocks), self._searched + 1
         count = torch.zeros((), dtype=torch.int64, device=device)
         number = torch.zeros((), dtype=torch.float64, device=device)
@@ -330,21 +329,17 @@ class RateSearch:
 
     @property
     def ends(self) -> list[str]:
-        """The names of the states at the ends of the blocks of the search."""
         return [end_of(block) for block in range(self._searched)]
 
     def quantity(self, memory: Memory) -> str:
-        """What the next test releases."""
         return self.quantities[int(memory["tests"])][1]
 
     @property
     def tested(self) -> float:
-        """The expected number of records that a test looks at."""
         return tested_records(self.plan, self.records)
 
     @property
     def standard_error(self) -> float:
-        """Standard error of a test: its noise and, for a subsample, at most that of sampling."""
         return standard_error(self.plan, self.records)
 
     @property
@@ -513,7 +508,6 @@ class RateSearch:
         return values[self._before_blocks :]
 
     def _rate(self, memory: Memory, block: int) -> float:
-        """The learning rate that a block starts with."""
         rate: float = 2.0 ** float(memory["exponents"][block])
         return rate if self.rule.scale_free else rate / float(memory["max_grad_norm"])
 

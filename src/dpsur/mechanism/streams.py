@@ -407,7 +407,6 @@ class Key:
         return self._places[device]
 
     def kernel(self, name: str, device: torch.device) -> nvrtc.Kernel | None:
-        """A kernel with this key's generator."""
         return nvrtc.compile_kernel(_SOURCE, name, _constants(self.secret), _index(device))
 
 

@@ -117,7 +117,6 @@ Rule = LossRule | CoinRule
 
 
 def make_rule(test: Test, loss_clip: float) -> Rule:
-    """The rule that an accounted test stands for."""
     if isinstance(test, CoinTest):
         return CoinRule(test.accept_ratio)
     return LossRule(loss_clip, test.noise_multiplier, test.accept_threshold)

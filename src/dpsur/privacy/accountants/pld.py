@@ -226,7 +226,6 @@ def cell_width(parts: Sequence[tuple[_Part, int]]) -> float:
 
 
 def rounding(parts: Sequence[tuple[_Part, int]]) -> float:
-    """What the rounding of transforms takes of delta."""
     repeats = (part.repeats if isinstance(part, Menu) else 1 for part, _ in parts)
     return ROUNDING * sum(count * each for (_, count), each in zip(parts, repeats, strict=True))
 
