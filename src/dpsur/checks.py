@@ -29,6 +29,10 @@ def number(name: str, value: Any) -> None:
             f"{int(value).bit_length() * 0.30103:.0f} digits",
             code="out-of-range",
         ) from None
+    except (TypeError, ValueError, RuntimeError):  # of an array or a tensor
+        raise InvalidInputError(
+            f"{name} must be one number, got {type(value).__name__} of several", code="out-of-range"
+        ) from None
 
 
 def _in_range(name: str, value: Any, sound: Callable[[Any], bool], words: str) -> None:

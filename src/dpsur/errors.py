@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 # An error from anywhere else comes from a model, a loss or a data set of the user.
 _PACKAGES = {"dpsur", "torch", "numpy", *sys.stdlib_module_names}
@@ -68,6 +69,20 @@ class StepError(InvalidInputError):
     """A loop that does something the accounting does not cover; nothing was released by it."""
 
     code = "step"
+
+
+if TYPE_CHECKING:
+    Fixed = property
+else:
+
+    class Fixed(property):
+        """A property of a training that its guarantee depends on, so that nobody can set it."""
+
+        def __set__(self, owner: object, value: object) -> None:
+            raise StepError(
+                f"{self.fget.__name__} is fixed by make_private, since the guarantee is made for "
+                "it; call make_private on a new PrivacyEngine with another value"
+            )
 
 
 class OpaqueBatchError(StepError, AttributeError):

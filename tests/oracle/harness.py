@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 import dpsur
 from dpsur.errors import DpsurError
+from dpsur.functional.tree import map_tensors
 from dpsur.mechanism.streams import VAL_BATCH
 from tests.oracle.records import COUNT, LAST, Kind, Record
 
@@ -359,13 +360,7 @@ def _loop(
 
 
 def _moved(batch: Any, device: str) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, dict):
-        return {name: _moved(value, device) for name, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_moved(value, device) for value in batch)
-    return batch
+    return map_tensors(lambda value: value.to(device), batch, otherwise=lambda value: value)
 
 
 def _fit(

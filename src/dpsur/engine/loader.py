@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 
 from dpsur import checks
-from dpsur.errors import InvalidInputError, OpaqueBatchError, StepError
+from dpsur.errors import Fixed, InvalidInputError, OpaqueBatchError, StepError
 from dpsur.functional.persons import PersonRecords
 from dpsur.functional.tree import keep, map_tensors, tensors_of
 from dpsur.mechanism.gaussian import poisson_sample
@@ -99,6 +99,15 @@ class PrivateBatch:
     def __iter__(self) -> Iterator[Any]:
         raise OpaqueBatchError(f"a batch of the private loader cannot be taken apart: {_OPENED}")
 
+    def __getitem__(self, _: Any) -> Any:
+        raise OpaqueBatchError(f"a batch of the private loader cannot be taken apart: {_OPENED}")
+
+    def __len__(self) -> int:
+        raise OpaqueBatchError(f"the size of a private batch is private: {_OPENED}")
+
+    def __bool__(self) -> bool:
+        return True
+
     def __contains__(self, _: object) -> bool:
         return False  # what it holds is nobody's business
 
@@ -155,9 +164,9 @@ class CollateAlone:
         groups: dict[object, list[Any]] = {}
         for record in records:
             own = record if self.persons else [record]
-            alone = self._padded(
-                map_tensors(lambda value: value, self.collate(own), otherwise=_readable)
-            )
+            joined = self.collate(own)
+            alone = self._padded(map_tensors(lambda value: value, joined, otherwise=_readable))
+            _check_tensors(alone, joined)
             shape = tuple((value.shape, value.dtype) for value in tensors_of(alone))
             groups.setdefault(shape, []).append(alone)
         return PrivateBatch(
@@ -192,8 +201,9 @@ def collate_apart(collate: Callable[[list[Any]], Any], records: list[Any]) -> An
     joined = collate(records)
     if collate is default_collate or len(records) == 1:
         return joined
+    _check_tensors(joined, joined)
     together, parts = tensors_of(joined), [tensors_of(collate([record])) for record in records]
-    same = bool(together) and all(len(part) == len(together) for part in parts)
+    same = all(len(part) == len(together) for part in parts)
     if not same or not all(
         _is_row(values, row, len(records), part[place])
         for row, part in enumerate(parts)
@@ -240,6 +250,14 @@ def _readable(value: Any) -> Any:
     if isinstance(value, (bool, int, float)):
         return torch.tensor([value])
     return Unreadable(type(value).__name__)
+
+
+def _check_tensors(found: Any, joined: Any) -> None:
+    if not tensors_of(found):
+        raise InvalidInputError(
+            f"no tensor was found in what the collate function returns, a {type(joined).__name__}; "
+            "return tensors, or a tuple, list, dict or dataclass of them"
+        )
 
 
 def opened(batch: Any) -> PrivateBatch:
@@ -300,6 +318,11 @@ def check_loader(loader: Any) -> None:
         )
     if not len(cast(Sized, loader.dataset)):
         raise InvalidInputError("the data set of data_loader is empty")
+    if not len(loader):
+        raise InvalidInputError(
+            f"data_loader yields no batch: batch_size {loader.batch_size} is above the number of "
+            "records, and drop_last=True drops what is left; lower batch_size"
+        )
     if isinstance(loader.dataset, (Subset, ConcatDataset)):
         places = list(_places(loader.dataset, range(len(loader.dataset))))
         if len(set(places)) < len(places):
@@ -382,7 +405,7 @@ class PoissonSampler(Sampler[list[Any]]):
         self.most: int | None = None
         self.planned: deque[Microbatch] = deque()
 
-    @property
+    @Fixed
     def sample_rate(self) -> float:
         """The rate that is charged, so that nothing can change it."""
         return self._sample_rate
@@ -492,7 +515,7 @@ class PrivateLoader(DataLoader[Any]):
             **options,
         )
 
-    @property
+    @Fixed
     def sample_rate(self) -> float:
         return self.poisson.sample_rate
 

@@ -205,8 +205,15 @@ class PrivacyEngine(PrivateLoop):
         checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
         if group_size is not None:
             checks.at_least_one("group_size", group_size)
+        checks.number("noise_multiplier", noise_multiplier)
         if noise_multiplier != 0:
             checks.positive("noise_multiplier", noise_multiplier)
+        if gate is not None and not isinstance(gate, (LossGate, CoinGate, BlockGate)):
+            raise InvalidInputError(
+                f"gate {gate!r} is not a gate; use dpsur.LossGate(loss), CoinGate or BlockGate"
+            )
+        if seed is not None:
+            checks.whole("seed", seed, 0)
         module, data_loader = unwrap(module), plain_loader(data_loader)
         if self._ledger is not None:
             raise InvalidInputError(
@@ -473,13 +480,12 @@ class PrivacyEngine(PrivateLoop):
         Private: it holds the key of the random numbers of a seeded run. With a `BlockGate` it holds
         the saved weights and optimizer states that the search goes back to.
         """
-        held = self._state
+        ledger, held = self.accountant.charged, self._state
         kept = {} if held is None else {MEMORY: held.memory, SAVED: held.saved}
         tensors = {f"{STATE}{name}": value for name, value in flatten(kept).items()}
         more: dict[str, Any] = {"independence": self.independence, "booking": self._booking}
         if self.sets_learning_rate:
             more["at_rest"] = self._weights.at_rest_to_plain()
-        ledger = self.accountant.charged
         return Checkpoint(self._fingerprint(), ledger, tensors, more).to_plain()
 
     def _fingerprint(self) -> Fingerprint:

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -51,6 +52,13 @@ def parameters_to_train(
             "module was compiled by torch.compile, inside which layers cannot be watched; pass "
             "the module itself"
         )
+    for name, value in module.named_parameters():
+        if is_lazy(value) or value.is_meta:
+            raise InvalidInputError(
+                f"parameter {name} has no values yet: call the module once on a batch of zeros, if "
+                "it has lazy layers, or load its weights after module.to_empty(device=...), if it "
+                "is on the device meta; then build the optimizer"
+            )
     check_optimizer(optimizer)
     check_loader(data_loader)
     for name, part in module.named_modules():

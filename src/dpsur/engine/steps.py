@@ -12,10 +12,10 @@ import hashlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, update_wrapper
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,11 @@ from dpsur.engine.loader import (
 from dpsur.engine.loss_graph import REMEDY
 from dpsur.engine.setup import Units
 from dpsur.engine.watch import NO_BATCH, Watcher
-from dpsur.engine.weights import ModuleWeights
+from dpsur.engine.weights import ModuleWeights, trace_of
 from dpsur.errors import (
     BudgetError,
     CouplingError,
+    Fixed,
     InvalidInputError,
     NothingReleasedError,
     StepError,
@@ -82,8 +83,19 @@ class PrivateStep:
     _graphs: GradientGraphs | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise InvalidInputError("private_step takes a function of (model, batch)")
+        function = self.function
+        called = function.forward if isinstance(function, nn.Module) else function
+        fits = callable(called)
+        with suppress(ValueError):  # of what has no signature
+            try:
+                inspect.signature(called).bind_partial(None, None)
+            except TypeError:
+                fits = False
+        if not fits:
+            raise InvalidInputError(
+                "private_step takes a function of (model, batch) and perhaps more, such as "
+                "lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
+            )
         update_wrapper(self, self.function)
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -161,6 +173,16 @@ class PrivateLoop:
         self.scheduler_due = True
         self.verdicts: list[bool] = []
 
+    def __deepcopy__(self, _: Any) -> Self:
+        """There is one engine of a training: two would draw the same noise for other sums."""
+        return self
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise StepError(
+            "an engine cannot be pickled: two of them would draw the same noise; save "
+            "engine.state_dict(), and load it into a new engine after make_private"
+        )
+
     @property
     def accountant(self) -> Account:
         """The ledger that every step is charged to."""
@@ -173,17 +195,17 @@ class PrivateLoop:
         """Whether the engine sets the learning rate, so that schedulers are refused."""
         return self._weights.rates is not None
 
-    @property
+    @Fixed
     def noise_multiplier(self) -> float:
         """Standard deviation of the noise over `max_grad_norm`."""
         return self._update.noise_multiplier if isinstance(self._update, SampledGaussian) else 0.0
 
-    @property
+    @Fixed
     def max_grad_norm(self) -> float:
         """The norm that each record's gradient is clipped to."""
         return self._watcher.max_grad_norm
 
-    @property
+    @Fixed
     def expected_batch_size(self) -> float:
         """What the sum of clipped gradients is divided by."""
         return self._units.rate * self._units.size
@@ -347,7 +369,9 @@ class PrivateLoop:
         """Whether private steps alone open batches, so that calls of the loop see no record."""
         return bool(self._private_steps) and not self._yields_open
 
-    def private_step(self, function: Function, *, capture: bool = True) -> PrivateStep:
+    def private_step(
+        self, function: Function | None = None, *, capture: bool = True
+    ) -> PrivateStep:
         """Make a function of (model, batch) one private step, as a decorator or by a call.
 
             @engine.private_step
@@ -368,6 +392,8 @@ class PrivateLoop:
         On a GPU its gradients are captured as CUDA graphs, from the second batch of a shape on,
         unless `capture` is False. Python that has effects elsewhere is then not run in every step.
         """
+        if function is None:  # `@engine.private_step(capture=False)`
+            return partial(self.private_step, capture=capture)  # type: ignore[return-value]
         step = PrivateStep(function, self, capture=capture)
         if self._ledger is not None:
             if self._yields_open:
@@ -384,6 +410,7 @@ class PrivateLoop:
         self, step: PrivateStep, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Tensor]:
         """Add up the clipped gradients of the records of the batch at hand, for a step."""
+        _ = self.accountant  # which there is after make_private
         if self._watcher.sharding is not None:
             # its sums would stay those of this rank, while the update takes them as everybody's
             raise UnsupportedModelError(
@@ -417,17 +444,18 @@ class PrivateLoop:
         watcher.check_parameters()
         watcher.check_interrupted()
         watcher.gradients.give_back(ours=True)
-        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        before = trace_of(self._optimizer)
         parts = []
         with self.final_refusals():
             for sums, losses, figures in self._gradients(step, found, args, kwargs):
                 parts.append((losses, figures))
                 watcher.sums.add(len(losses), sums)
-            if rates != [float(group["lr"]) for group in self._optimizer.param_groups]:
+            if before != (now := trace_of(self._optimizer)):
+                changed = {str(name) for name, *_ in set(before) ^ set(now)}
                 raise CouplingError(
-                    "the function of a private step changes the learning rate, by which a record "
-                    "would act on later steps without noise; change it in the loop, by public "
-                    "values"
+                    f"the function of a private step changes {', '.join(sorted(changed))} of the "
+                    "optimizer, by which a record would act on later steps without noise; change "
+                    "it in the loop, by public values"
                 )
         if not groups_of(found):
             watcher.sums.add(1, {})

@@ -31,7 +31,7 @@ from dpsur.functional.problem import Arguments, use_weights
 from dpsur.functional.process_settings import precision
 from dpsur.functional.tree import describe_rows, keep, map_tensors, tensors_of
 from dpsur.per_example.record_function import RecordFunction
-from dpsur.per_example.record_level import only_trusted_rules
+from dpsur.per_example.record_level import in_transform, only_trusted_rules
 from dpsur.per_example.tape import Tape
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ class Watcher(TrainedModule):
         self._own = {name: held[name] for name in names if name in held}
         self._watched = {name: WatchedForward(self, name, getattr(module, name)) for name in names}
         held.update(self._watched)
+        if module._compiled_call_impl is not None:  # by `module.compile()`
+            held["_compiled_call_impl"] = None
         _watchers.add(self)
         _wrap_backward()
 
@@ -127,6 +129,11 @@ class Watcher(TrainedModule):
     def _enter(self, module: nn.Module, _: Any) -> None:
         if not hasattr(self, "module") or module is not self.module or not self._watches():
             return  # a copy of the module, or a call of our own
+        if in_transform():
+            raise StepError(
+                "the model is called inside of torch.func (grad, jvp, vmap, functional_call, ...), "
+                "where a call of the loop cannot be watched; " + REMEDY
+            )
         with self._owner.final_refusals():
             if self.sharding is None and len(module._forward_pre_hooks) > 1:
                 raise CouplingError(

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dpsur.distributed import Reduction
 from dpsur.engine.sharding import Sharding
-from dpsur.errors import InvalidInputError, StepError
+from dpsur.errors import Fixed, InvalidInputError, StepError
 from dpsur.functional.process_settings import precision, widen
 from dpsur.functional.tree import Params, empty_like
 from dpsur.mechanism import gaussian
@@ -55,15 +55,15 @@ class PrivateOptimizer(Optimizer):
 
     engine: "PrivateLoop"
 
-    @property
+    @Fixed
     def noise_multiplier(self) -> float:
         return self.engine.noise_multiplier
 
-    @property
+    @Fixed
     def max_grad_norm(self) -> float:
         return self.engine.max_grad_norm
 
-    @property
+    @Fixed
     def expected_batch_size(self) -> float:
         return self.engine.expected_batch_size
 
@@ -73,6 +73,11 @@ class PrivateOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Charge, add noise, and step; nothing for a microbatch that is not the last."""
+        if "engine" not in vars(self):
+            raise StepError(
+                "this optimizer is a copy of a private one; make steps with the one that "
+                "make_private returned, and keep its state_dict() where you need its state"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -634,3 +639,19 @@ class ModuleUpdates:
 
     def _trained(self) -> Params:
         return {f"parameter {n}": value for n, value in self.source.watcher.trained.items()}
+
+
+def trace_of(optimizer: Optimizer) -> list[tuple[object, ...]]:
+    """Settings of an optimizer's groups and versions of its tensors, to be compared later."""
+    settings: list[tuple[object, ...]] = [
+        (name, repr(float(value) if isinstance(value, Tensor) else value))
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name != "params"
+    ]
+    return settings + [
+        (name, id(value), value._version)
+        for held in optimizer.state.values()
+        for name, value in held.items()
+        if isinstance(value, Tensor)
+    ]

@@ -13,6 +13,7 @@ a number in the whole vector, so that shards on several ranks together get the n
 process would draw.
 """
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -116,12 +117,17 @@ def _children(tree: Any) -> dict[Any, Any] | None:
 def _rebuild(tree: Any, children: dict[Any, Any]) -> Any:
     """A tree like another one, of other children. A mapping of any kind becomes a dict."""
     kind: Any = type(tree)
+    if is_dataclass(tree) and not isinstance(tree, Mapping):
+        made = copy.copy(tree)  # what a class checks when it is made was checked then
+        for name, child in children.items():
+            object.__setattr__(made, name, child)
+        return made
     if is_dataclass(tree):
         return kind(**children)
     if isinstance(tree, Mapping):
         return children
     if isinstance(tree, (tuple, list)):
-        return kind(*children.values()) if hasattr(kind, "_fields") else kind(children.values())
+        return kind._make(children.values()) if hasattr(kind, "_make") else kind(children.values())
     known = _pytree.SUPPORTED_NODES[kind]
     return known.unflatten_fn(list(children.values()), known.flatten_fn(tree)[1])
 
@@ -129,15 +135,16 @@ def _rebuild(tree: Any, children: dict[Any, Any]) -> Any:
 def tensors_of(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
-    found: list[Tensor] = []
-    if type(tree) in _PLAIN:
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            if isinstance(child, Tensor):
-                found.append(child)
-            elif child is not None:
-                found += tensors_of(child)
+    if type(tree) in _PLAIN:  # most trees, without detours
+        children = tree.values() if isinstance(tree, dict) else tree
     else:
-        map_tensors(found.append, tree, otherwise=lambda _: None)
+        children = (_children(tree) or {}).values()
+    found: list[Tensor] = []
+    for child in children:
+        if isinstance(child, Tensor):
+            found.append(child)
+        elif child is not None:
+            found += tensors_of(child)
     return found
 
 

@@ -130,7 +130,7 @@ def derive(call: Call) -> Any:
                 yield slots[place], Rows(widen(gradient))
 
     def follow(which: int, value: Tensor) -> Tensor:
-        if not value.is_floating_point():
+        if not (value.is_floating_point() or value.is_complex()):
             return value
         return tape.derive(value.detach(), partial(carry, which))
 

@@ -21,12 +21,18 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from dpsur.errors import CouplingError, DpsurError, InvalidInputError, UnsupportedModelError
+from dpsur.errors import (
+    CouplingError,
+    DpsurError,
+    InvalidInputError,
+    StepError,
+    UnsupportedModelError,
+)
 from dpsur.functional.problem import forbid_side_effects, use_weights, without_flattening
 from dpsur.functional.process_settings import seeded_globally, widen
 from dpsur.functional.tree import Params, map_tensors, tensors_of
 from dpsur.per_example.contributions import Rows
-from dpsur.per_example.record_level import RecordLevel, only_trusted_rules
+from dpsur.per_example.record_level import LIBRARIES, RecordLevel, only_trusted_rules
 from dpsur.per_example.tape import KnownInputs, NotSupportedError, Tape
 
 Found = TypeVar("Found")
@@ -34,8 +40,6 @@ Found = TypeVar("Found")
 _NOT_OF_A_RECORD = (DpsurError, torch.OutOfMemoryError, Warning)
 # Where so many records, all of a batch, make a function raise, it is the function that is at fault.
 _MOST_TO_BLAME = 4
-# Whose lines are not the user's.
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 # What PyTorch says where a function cannot be batched, and what that means.
 _KNOWN = {
     "data pointer": "it reads values of a tensor into Python (tolist, numpy, ...)",
@@ -120,8 +124,14 @@ class RecordFunction:
                 losses = losses.masked_fill(bad, torch.nan)
             tape.once = True
             if losses.requires_grad:
+                own = [value for value in self.trained.values() if value.requires_grad]
                 with only_trusted_rules():
-                    torch.autograd.grad(losses.sum(), tape.leaves, allow_unused=True)
+                    found = torch.autograd.grad(
+                        losses.sum(), [*tape.leaves, *own], allow_unused=True
+                    )
+                if any(value is not None for value in found[len(tape.leaves) :]):
+                    raise NotSupportedError("uses what was computed from a weight before the step")
+                del found
             losses = losses.detach()
             tape.spoiled = losses.isnan()
             tape.finish()
@@ -184,8 +194,10 @@ class RecordFunction:
         key = _key(kind, batch)
         known = self.ways.get(key)
         errors: list[Exception] = []
-        for way in list(Way) if known is None else [known]:
-            if way is Way.ALONE and known is None:
+        # what worked for other batches may end: a function does something else after some epochs
+        ways = list(Way)[0 if known is None else list(Way).index(known) :]
+        for way in ways:
+            if way is Way.ALONE and known is not Way.ALONE:
                 self.why_alone = self._reason(errors[-1])
                 if not all(model in _warned for model in self.models):
                     logging.getLogger("dpsur.engine").warning(
@@ -215,9 +227,16 @@ class RecordFunction:
                     continue
                 self.ways[key] = way
                 return found
+            if known is not None and bad is not None and not _is_of_batching(errors[-1]):
+                break
         all_raise = way is Way.ALONE or (bad is not None and bool(bad.all()))
         if known is not None and all_raise and records < _MOST_TO_BLAME:
             return unusable()  # it has worked for other records
+        if "graph a second time" in str(errors[-1]):
+            raise StepError(
+                "the function calls backward() on its loss; return the loss, and the private step "
+                "finds each record's gradient"
+            ) from errors[-1]
         raise errors[-1]
 
     def _reason(self, error: Exception) -> str:
@@ -231,7 +250,7 @@ class RecordFunction:
         known = next((why for words, why in _KNOWN.items() if words in first_line), None)
         if known is not None:
             text = known
-        elif not (isinstance(error, NotSupportedError) or "vmap" in text or "batching" in text):
+        elif not _is_of_batching(error):
             return f"it raises {type(error).__name__} for all records at once"
         text += _line_of(error)
         names = {m: name for model in self.models for name, m in model.named_modules()}
@@ -309,6 +328,7 @@ class RecordFunction:
         """One call for each record, which has copies of the weights for itself."""
         held = self._held(params)
         tape = Tape(held, records)
+        tape.incomplete = True  # values of records may decide which experts are called
         copies = {
             name: tape.copies(value)
             if torch.is_grad_enabled()
@@ -348,6 +368,7 @@ class RecordFunction:
 
         values = list(leaves.values())
         errors: list[Exception] = []
+        without = 0  # a graph
         with self._calling(None if params is None else leaves, params):
             draws = _own_draws(batch, records)
             for record in range(records):
@@ -356,6 +377,7 @@ class RecordFunction:
                 try:
                     with draws[record]():
                         loss = one(record)
+                    without += not loss.requires_grad
                     if loss.requires_grad:
                         gradients = torch.autograd.grad(
                             loss, values, allow_unused=True, materialize_grads=True
@@ -372,6 +394,11 @@ class RecordFunction:
                 with draws[0]():
                     check_again(losses[0], one(0).detach())
                 figures.pop()
+        if without == records >= _MOST_TO_BLAME:
+            raise InvalidInputError(
+                "the loss has no graph to the model, so that noise alone would train it; return "
+                "the tensor that was computed, not a number (.item()) or a copy (.detach())"
+            )
         tape = Tape({name: value.detach() for name, value in leaves.items()}, records)
         for name, column in zip(leaves, zip(*rows, strict=True), strict=True):
             tape.add(name, Rows(widen(torch.stack(column))))
@@ -410,6 +437,12 @@ def check_again(first: Tensor, again: Tensor) -> None:
         )
 
 
+def _is_of_batching(error: Exception) -> bool:
+    """Whether PyTorch says, or we do, that code cannot be batched, whatever a record holds."""
+    text = str(error)
+    return isinstance(error, NotSupportedError) or "vmap" in text or "batching" in text
+
+
 def _may_not_wait() -> bool:
     """Whether a CUDA graph is captured, or that is tried out: no other way is then looked for."""
     return torch.cuda.is_available() and (
@@ -442,6 +475,11 @@ def _outputs(found: Any) -> tuple[Tensor, dict[str, Tensor]]:
             "the function must return the loss, a tensor of one number, or a mapping with 'loss'; "
             f"it returned {type(found).__name__}{shape}: reduce it with .mean() or .sum()"
         )
+    if not found.is_floating_point():
+        raise InvalidInputError(
+            f"the function returned a loss in {found.dtype}, which has no gradient; return a real "
+            "number, computed from the model's outputs"
+        )
     return found, others
 
 
@@ -453,7 +491,7 @@ def _line_of(error: Exception) -> str:
     own = [
         (Path(frame.f_code.co_filename), line)
         for frame, line in walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(_LIBRARIES)
+        if not frame.f_code.co_filename.startswith(LIBRARIES)
     ]
     return f" ({own[-1][0].name}, line {own[-1][1]})" if own else ""
 
@@ -480,8 +518,8 @@ def _nan(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def slice_records(batch: Any, record: int) -> Any:
-    """One record of a batch whose tensors have the records in front."""
-    return map_tensors(lambda value: value[record], batch, otherwise=_keep)
+    """One record of a batch whose tensors have the records in front, in memory of its own."""
+    return map_tensors(lambda value: value[record].clone(), batch, otherwise=_keep)
 
 
 def _keep(value: Any) -> Any:

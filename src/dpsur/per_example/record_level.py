@@ -21,12 +21,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from inspect import signature
+from inspect import signature, unwrap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch._functorch.autograd_function
+import torch._functorch.eager_transforms
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -45,8 +47,10 @@ from torch._C._functorch import (  # type: ignore[attr-defined]
     push_dynamic_layer_stack,
 )
 from torch._functorch.vmap import lazy_load_decompositions  # type: ignore[attr-defined]
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from dpsur.errors import CouplingError, UnsupportedModelError
 from dpsur.functional.problem import every_module, use_weights, without_flattening
@@ -54,6 +58,11 @@ from dpsur.functional.tree import map_tensors, tensors_of, with_tensors
 from dpsur.per_example.operations import OPERATION_RULES, Call, derive
 from dpsur.per_example.rules import FASTER, RULES, kind_of, layer_fault
 from dpsur.per_example.tape import Layout, NotSupportedError, Segment, Tape
+
+
+def in_transform() -> bool:
+    """Whether code runs inside of `torch.func.grad`, `vmap` or another transform."""
+    return peek_interpreter_stack() is not None
 
 
 class RecordLevel(TorchFunctionMode):
@@ -83,8 +92,14 @@ class RecordLevel(TorchFunctionMode):
             masks = sys.modules.get("transformers.masking_utils")
             if hasattr(masks, "is_tracing"):  # explicit masks, as for export: no values are read
                 stack.enter_context(_replaced(masks, "is_tracing", lambda *_, **__: True))
+            if "torch._dynamo" in sys.modules:  # layers are watched one by one, compiled or not
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(only_trusted_rules())
-            stack.enter_context(_replaced(torch._C._functorch, "get_unwrapped", _refuse_unwrapping))
+            stack.enter_context(_without_onlookers())
+            for holder in (torch._C._functorch, torch._functorch.eager_transforms):
+                stack.enter_context(_replaced(holder, "get_unwrapped", _refuse_unwrapping))
+            for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+                stack.enter_context(_seen(kind, "__call__", self._scripted))
             stack.enter_context(self._running())
             yield self
 
@@ -238,7 +253,8 @@ class RecordLevel(TorchFunctionMode):
             # a sharded weight has no other way than its rule: constants, such as positions, enter
             given = [self._for_each_record(value) for value in given]
             args, kwargs = with_tensors((args, kwargs), given)
-        if self._paused or not on_top or not any(map(self.holds, given)):
+        unlike = any(value.is_complex() for value in given)
+        if self._paused or not on_top or unlike or not any(map(self.holds, given)):
             return own(*args, **kwargs)  # followed through its operations
         try:
             if any(map(self.tape.follows, given)):  # a weight is the layer's input
@@ -296,12 +312,17 @@ class RecordLevel(TorchFunctionMode):
                 f"PyTorch has no batching rule for {func} that can be relied on"
             )
         special = _SPECIAL.get(func)
-        if special is not None:
-            found = special(self, func, args, kwargs)
+        found = NotImplemented if special is None else special(self, func, args, kwargs)
+        if found is not NotImplemented:
+            pass
         elif self._own_tensors and func in _FACTORIES and self._on_top():
+            if func is Tensor.clone and torch.is_grad_enabled():
+                args = (self._copy(args[0]), *args[1:])
             found = self._for_each_record(func(*args, **kwargs))
         elif torch.is_grad_enabled() and self._follows((args, kwargs)):
             found = self._operation(func, args, kwargs)
+        elif torch.is_grad_enabled() and not self._on_top() and self._hides_weights((args, kwargs)):
+            raise NotSupportedError("a transform of torch.func over trained weights")
         else:
             found = func(*args, **kwargs)
         self._note(found)
@@ -317,6 +338,21 @@ class RecordLevel(TorchFunctionMode):
                 return True
         return False
 
+    def _hides_weights(self, values: Any) -> bool:
+        """Whether a transform of `torch.func` inside of the level has wrapped a trained weight."""
+        for value in tensors_of(values):
+            while is_functorch_wrapped_tensor(value):
+                value = get_unwrapped(value)
+                if self.tape.follows(value):
+                    return True
+        return False
+
+    def _scripted(self, own: Callable[..., Any], script: Any, *args: Any, **kwargs: Any) -> Any:
+        """A function of TorchScript, inside which no operation is seen."""
+        if not self._paused and torch.is_grad_enabled() and self._follows((args, kwargs)):
+            raise NotSupportedError("a function of TorchScript on a trained weight")
+        return own(script, *args, **kwargs)
+
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = self.tape
         call = Call(func, args, kwargs, tape)
@@ -331,12 +367,13 @@ class RecordLevel(TorchFunctionMode):
         if in_place and self.holds(args[0]) and not tape.follows(args[0]):
             return call.on([self._copy(value) for value in call.given])  # into records' values
         if in_place or kwargs.get("out") is not None:
-            if not self._own_tensors:
-                raise NotSupportedError("writes a weight into a tensor of all records")
-            raise UnsupportedModelError(
-                f"{call.name} changes a tensor in place next to a trained weight; use the "
-                "operation without the underscore"
-            )
+            changed = kwargs.get("out", args[0] if args else None)
+            if any(changed is value for value in tape.params.values()):
+                raise UnsupportedModelError(
+                    f"{call.name} changes a trained weight in place; use the operation without the "
+                    "underscore, or change weights between steps"
+                )
+            raise NotSupportedError("changes a tensor in place next to a trained weight")
         if not any(map(is_functorch_wrapped_tensor, call.others)):
             with torch.enable_grad():
                 found = derive(call)
@@ -344,7 +381,11 @@ class RecordLevel(TorchFunctionMode):
                 map(is_functorch_wrapped_tensor, tensors_of(found))
             ):  # as drawn at random for each
                 return found
-        elif func in OPERATION_RULES and self._on_top():
+        elif (
+            func in OPERATION_RULES
+            and self._on_top()
+            and not any(value.is_complex() for value in call.given)  # no rule conjugates
+        ):
             records = [value for value in call.given if self.holds(value)]
             rank = _LEAST_RANKS.get(func, 1)
             if func in (F.layer_norm, F.rms_norm):
@@ -451,6 +492,44 @@ if not hasattr(torch._functorch.autograd_function, _OVERRIDDEN):
     _OVERRIDDEN = "has_overriden_vmap_rule"  # as torch spelled it before 2.8
 
 
+# Whose lines are not the user's.
+LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def is_of_a_library(function: Callable[..., Any]) -> bool:
+    """Whether a function's lines are PyTorch's or ours."""
+    code = getattr(unwrap(function), "__code__", None)
+    return code is not None and code.co_filename.startswith(LIBRARIES)
+
+
+@contextmanager
+def _without_onlookers() -> Iterator[None]:
+    """Let no code of the user's stand between PyTorch and its kernels, where all records pass.
+
+    A `TorchDispatchMode` or `saved_tensors_hooks` of a function are for one record at a time.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
+    around = [type(mode).__torch_dispatch__ for mode in _get_current_dispatch_mode_stack()]
+    if not all(map(is_of_a_library, [*around, *(top or ())])):
+        raise CouplingError(
+            "a TorchDispatchMode or saved_tensors_hooks around a step would see all records at "
+            "once; enter it inside of the function of a private step, or after the training"
+        )
+
+    def enter(own: Callable[..., Any], held: Any) -> Any:
+        is_mode = isinstance(held, TorchDispatchMode)
+        code = [type(held).__torch_dispatch__] if is_mode else [held.pack_hook, held.unpack_hook]
+        if not all(map(is_of_a_library, code)):
+            raise NotSupportedError(f"{type(held).__name__} would see all records at once")
+        return own(held)
+
+    with (
+        _seen(TorchDispatchMode, "__enter__", enter),
+        _seen(saved_tensors_hooks, "__enter__", enter),
+    ):
+        yield
+
+
 @contextmanager
 def only_trusted_rules() -> Iterator[None]:
     """Use no batching rules but PyTorch's and ours: one of the user's may let records meet.
@@ -460,8 +539,8 @@ def only_trusted_rules() -> Iterator[None]:
     """
 
     def trusted(function: type[torch.autograd.Function]) -> bool:
-        known = function.__module__.partition(".")[0] in ("torch", "dpsur")
-        return known and function.vmap is not torch.autograd.Function.vmap
+        own = function.vmap is not torch.autograd.Function.vmap
+        return own and is_of_a_library(function.vmap)
 
     with _replaced(torch._functorch.autograd_function, _OVERRIDDEN, trusted):
         yield
@@ -502,6 +581,18 @@ def _keeper(models: tuple[nn.Module, ...], value: Tensor) -> str:
                 if held is value:
                     return f" in {name + '.' if name else ''}{key}"
     return ""
+
+
+@contextmanager
+def _seen(kind: Any, name: str, watch: Callable[..., Any]) -> Iterator[None]:
+    """Have a method of a class called by `watch`, which is given it."""
+    own = getattr(kind, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return watch(own, self, *args, **kwargs)
+
+    with _replaced(kind, name, call):
+        yield
 
 
 @contextmanager
@@ -611,7 +702,7 @@ def _scaled_dot_product_attention(
     given = dict(zip(names, args, strict=False)) | kwargs
     tensors = {name: given.pop(name) for name in names if isinstance(given.get(name), Tensor)}
     if not level._on_top() or not any(map(level.holds, tensors.values())):
-        return func(*args, **kwargs)
+        return NotImplemented
     tensors = {name: level._copy(value) for name, value in tensors.items()}
     query, mask = tensors["query"], tensors.pop("attn_mask", None)
     rank = query.dim()
@@ -661,6 +752,8 @@ _WRONG = frozenset(
         torch.index_fill,
         Tensor.index_fill,
         Tensor.index_fill_,
+        Tensor.resize_,
+        Tensor.resize_as_,
         getattr(F, "linear_cross_entropy", None),
     }
 ) - {None}
@@ -686,7 +779,7 @@ _FACTORIES = frozenset(
 
 
 def _cross_entropy(
-    level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    level: RecordLevel, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Cross entropy of class indices by one kernel for all records, then each record's own mean.
 
@@ -707,7 +800,7 @@ def _cross_entropy(
         and all(given[name] is None for name in ("weight", "size_average", "reduce"))
     )
     if not usual:
-        return func(*args, **kwargs)
+        return NotImplemented
     fold, ignored = Layout(0, scores.shape[0]), given["ignore_index"]
     rows, labels = fold.into(level.show(scores)), fold.into(level.show(target))
     with level._outside(fold):
@@ -731,10 +824,12 @@ def _repr(_: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _roll(_: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _roll(*call: Any) -> Any:
     """A number stays where it is: PyTorch would roll the numbers of all records."""
+    *_, args, kwargs = call
     given = args[0] if args else kwargs["input"]
-    return func(*args, **kwargs) if given.dim() else given.clone()
+    alone = is_functorch_wrapped_tensor(given) and not given.dim()
+    return given.clone() if alone else NotImplemented
 
 
 def _number(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -756,12 +851,13 @@ def squeezed(values: Tensor) -> Tensor:
     return values.squeeze(ones[1:])
 
 
-def _squeeze(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _squeeze(level: RecordLevel, _: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     if len(args) == 1 and not kwargs and level.holds(args[0]):
         return squeezed(args[0])
-    return func(*args, **kwargs)
+    return NotImplemented
 
 
+# What they leave to the level, a trained weight among it, they answer by NotImplemented.
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.squeeze: _squeeze,
     Tensor.squeeze: _squeeze,

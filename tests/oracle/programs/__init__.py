@@ -64,6 +64,7 @@ def all_programs() -> list[Program]:
         mixing,
         several_calls,
         state,
+        weights,
     )
 
     return PROGRAMS

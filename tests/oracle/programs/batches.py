@@ -1,9 +1,11 @@
 """What happens to records before the model: collate functions, data sets, padding, augmentation."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_sequence
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, default_collate
 
 from tests.oracle.harness import BOUNDED, Listed, Setup, limit, refused
@@ -28,6 +30,41 @@ def collated_into_a_dict():
         return {"features": x, "label": y}
 
     return Setup(mlp(), lambda m, b: F.cross_entropy(m(b["features"]), b["label"]), collate=collate)
+
+
+@dataclass
+class Labelled:
+    """A batch that looks at its tensors when it is made."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    name: str = ""
+
+    def __post_init__(self):
+        if len(self.x) != len(self.y):
+            raise ValueError("as many labels as records")
+
+
+@legitimate(TABLE)
+def collated_into_a_dataclass():
+    def collate(records):
+        return Labelled(*default_collate(records))
+
+    return Setup(mlp(), lambda m, b: F.cross_entropy(m(b.x), b.y), collate=collate)
+
+
+@legitimate(RAGGED, opacus=refused("collate function gives a record other tensors"))
+def packed_by_the_collate_function():
+    def collate(records):
+        texts, labels = zip(*records, strict=True)
+        return pack_sequence(texts, enforce_sorted=False), torch.stack(labels)
+
+    def loss(model, batch):
+        words = batch[0]._replace(data=model["words"](batch[0].data))
+        return F.cross_entropy(model["head"](model["over time"](words)[1][-1]), batch[1])
+
+    layers = {"words": nn.Embedding(WORDS, 6), "over time": nn.GRU(6, 5), "head": nn.Linear(5, 3)}
+    return Setup(nn.ModuleDict(layers), loss, collate=collate)
 
 
 @legitimate(TABLE)

@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracle.harness import refused
 from tests.oracle.programs import family
@@ -515,3 +516,85 @@ def unwrapped_by_functorch():
         return self.second(self.first(x + shift).tanh())
 
     return mixing(forward)
+
+
+@coupled(TABLE, private_step=refused("get_unwrapped"), opacus=refused("get_unwrapped"))
+def unwrapped_for_debugging():
+    """A public function of PyTorch that gives a tensor of all records."""
+
+    def forward(self, x):
+        shift = torch.func.debug_unwrap(x).nan_to_num(0, 0, 0).clamp(-50, 50).sum()
+        return self.second(self.first(x + shift).tanh())
+
+    return mixing(forward)
+
+
+@coupled(TABLE)
+def function_that_pretends_to_be_of_torch():
+    class Centre(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad - grad.mean(0)
+
+        @staticmethod
+        def vmap(info, in_dims, x):
+            mean = x.nan_to_num(0, 0, 0).mean(in_dims[0], keepdim=True)
+            return Centre.apply(x - mean), in_dims[0]
+
+    Centre.__module__ = "torch.nn.functional"
+    return mixing(lambda self, x: self.second(Centre.apply(self.first(x)).tanh()))
+
+
+def flipped(saved):
+    return saved.flip(0) if saved.dim() > 1 else saved
+
+
+@coupled(TABLE)
+def saved_tensors_that_mix():
+    """Hooks see what autograd saves, which is of all records."""
+
+    def forward(self, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, flipped):
+            return self.second(self.first(x * x).square().sigmoid())
+
+    return mixing(forward)
+
+
+class Onlooker(TorchDispatchMode):
+    """Sees the kernels that PyTorch runs, which are of all records."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if "tanh" in str(func) and isinstance(found, torch.Tensor) and found.dim() > 1:
+            return found + found.nan_to_num(0, 0, 0).mean(0, keepdim=True)
+        return found
+
+
+@coupled(TABLE)
+def dispatch_mode_that_mixes():
+    def forward(self, x):
+        with Onlooker():
+            return self.second(self.first(x).tanh())
+
+    return mixing(forward)
+
+
+@coupled(TABLE, private_step=refused("around a step"), opacus=None)
+def dispatch_mode_around_the_step():
+    def loop(given):
+        step = given.engine.private_step(given.loss)
+        for batch in given.loader:
+            with Onlooker():
+                step(batch)
+
+    found = mixing(lambda self, x: self.second(self.first(x).tanh()))
+    found.loop = loop
+    return found

@@ -708,6 +708,52 @@ def learning_rate_set_in_the_function():
     return Setup(mlp(), loss, optimizer=make)
 
 
+@coupled(TABLE, private_step=refused("changes weight_decay of the optimizer"), opacus=None)
+def weight_decay_grown_in_the_function():
+    optimizers = []
+
+    def make(model):
+        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+        return optimizers[0]
+
+    def loss(model, batch):
+        x, y = batch
+        optimizers[0].param_groups[0]["weight_decay"] += number_of(x)
+        return F.cross_entropy(model(x), y)
+
+    return Setup(mlp(), loss, optimizer=make)
+
+
+@coupled(TABLE, private_step=refused("changes step of the optimizer"), opacus=None)
+def state_of_the_optimizer_changed_in_the_function():
+    optimizers = []
+
+    def make(model):
+        optimizers.append(torch.optim.Adam(model.parameters(), lr=0.1))
+        return optimizers[0]
+
+    def loss(model, batch):
+        x, y = batch
+        for held in optimizers[0].state.values():
+            held["step"] += number_of(x)
+        return F.cross_entropy(model(x), y)
+
+    return Setup(mlp(), loss, optimizer=make)
+
+
+@coupled(TABLE, opacus=None)
+def values_read_after_some_steps():
+    """What could be batched at first cannot be any more."""
+    steps = []
+
+    def loss(model, batch):
+        x, y = batch
+        found = F.cross_entropy(model(x), y)
+        return found * (1 + number_of(x)) if steps else found
+
+    return Setup(mlp(), loss, after_step=lambda: steps.append(1))
+
+
 @coupled(TEXTS, private_step=refused("max_norm"), opacus=refused("max_norm"))
 def embedding_with_max_norm():
     """Shortens the rows of its table that records name, in place."""
