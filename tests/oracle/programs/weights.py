@@ -98,20 +98,21 @@ def layer_with_a_complex_parametrization():
     )
 
 
-@torch.jit.script
 def swish(weight):
     return weight * torch.sigmoid(weight)
 
 
-@torch.jit.script
 def product(x, weight):
     return torch.matmul(x, weight.t())
 
 
 @legitimate(TABLE)
 def function_of_torchscript():
+    of_weight, of_both = torch.jit.script(swish), torch.jit.script(product)
+
     def forward(net, x):
-        return net.head(F.linear(x, swish(net.weight)) + product(x, net.weight) + x @ net.weight)
+        scripted = F.linear(x, of_weight(net.weight)) + of_both(x, net.weight)
+        return net.head(scripted + x @ net.weight)
 
     return net(forward, weight=(FEATURES, FEATURES), layers=head())
 
