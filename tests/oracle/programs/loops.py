@@ -167,7 +167,7 @@ def mixup_in_the_loop():
     return looped(loop)
 
 
-@private(refused("not subscriptable"))
+@private(refused("cannot be taken apart"))
 def batch_indexed_by_the_loop():
     def loop(given):
         step = given.engine.private_step(cross_entropy)
