@@ -13,7 +13,7 @@ from dpsur.functional.problem import LossFunction, Objective, weight_by_record
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params, TensorTree, signature
 from dpsur.per_example import clipping
-from dpsur.per_example.clipping import ClippedSum, make_tape, strategy_for
+from dpsur.per_example.clipping import ClippedSum, tapes_of
 from dpsur.per_example.model_check import check_model
 
 _checked: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
@@ -38,11 +38,8 @@ def per_example_gradients(
     objective, params, examples = _objective(model, loss, inputs, targets)
     if not len(examples):
         return {name: value.new_zeros(0, *value.shape) for name, value in params.items()}
-    plan = strategy_for(objective, params, examples.inputs)
     found: dict[str, list[torch.Tensor]] = {name: [] for name in params}
-    for start in range(0, len(examples), plan.rows):
-        part = examples.part(slice(start, start + plan.rows))
-        tape = make_tape(objective, params, plan.records, part.inputs, part.targets)
+    for tape in tapes_of(objective, params, examples):
         with torch.no_grad():
             for name in params:
                 found[name].append(tape.per_example(name))

@@ -402,6 +402,15 @@ def clip_tape(
         yield name, found
 
 
+def tapes_of(objective: Objective, params: Params, examples: Examples) -> Iterator[Tape]:
+    """What is known about the gradients of all records, a microbatch after the other."""
+    strategy = strategy_for(objective, params, examples.inputs)
+    most = max(1, strategy.rows // objective.views)
+    for start in range(0, len(examples), most):
+        part = examples.part(slice(start, start + most))
+        yield make_tape(objective, params, strategy.records, part.inputs, part.targets)
+
+
 def clipped_norms(
     objective: Objective, params: Params, batch: Examples, max_grad_norm: float
 ) -> Tensor:
@@ -412,13 +421,8 @@ def clipped_norms(
     """
     if not len(batch):
         return torch.zeros(0, dtype=torch.float64, device=device_of(batch.inputs))
-    strategy = strategy_for(objective, params, batch.inputs)
     norms = []
-    most = max(1, strategy.rows // objective.views)
-    for start in range(0, len(batch), most):
-        some = slice(start, start + most)
-        part = batch.part(some)
-        tape = make_tape(objective, params, strategy.records, part.inputs, part.targets)
+    for tape in tapes_of(objective, params, batch):
         with torch.no_grad(), precision(tf32=False):
             norms.append(tape.norms())
     found = torch.cat(norms).double()

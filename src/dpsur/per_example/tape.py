@@ -60,7 +60,7 @@ class Layout:
         return values if self.rows is None else split_dimension(values, self.axis, (-1, self.rows))
 
     def by_example(self, values: Tensor) -> Tensor:
-        """View with the shape (examples, fold, ...), in float32 at least."""
+        """As `split`, in float32 at least."""
         return self.split(widen(values))
 
     def split(self, values: Tensor) -> Tensor:
