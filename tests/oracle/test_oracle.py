@@ -5,11 +5,12 @@ extreme record, and the gradients of the others. `make test-all` runs all worlds
 """
 
 import pytest
+import torch
 
 from dpsur.engine.loader import PoissonSampler
 from dpsur.engine.model_tests import ModelTests
 from dpsur.functional.persons import PersonRecords
-from dpsur.per_example import clipping
+from dpsur.per_example import clipping, record_level
 from tests.oracle.harness import (
     ADD,
     ALONE,
@@ -128,6 +129,21 @@ def test_survivors_that_nobody_looks_for_are_found(monkeypatch):
         NAMED["state-tensor in an attribute"], "private_step", pairs=(REPLACE,), extreme=("large",)
     )
     assert found.outcome in ("above", "leak")
+
+
+def test_a_gradient_that_is_lost_is_found(monkeypatch):
+    def unseen(_, func, args, kwargs):
+        return func(*args, **kwargs)
+
+    monkeypatch.setitem(record_level._SPECIAL, torch.Tensor.roll, unseen)
+    assert gradient_error(NAMED["weights-squeezed rolled and as scores"]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["dispatch mode that mixes", "saved tensors that mix"])
+def test_onlookers_that_nobody_looks_for_are_found(monkeypatch, name):
+    monkeypatch.setattr(record_level, "is_of_a_library", lambda _: True)
+    found = judge(NAMED[f"mixing-{name}"], "private_step", pairs=SHORT_PAIRS, extreme=SHORT_EXTREME)
+    assert found.outcome == "above"
 
 
 def test_a_loop_that_passes_records_on_is_found():

@@ -663,3 +663,12 @@ test_law_holds, test_mutant_is_killed = law_tests(
         )
     ]
 )
+
+
+def test_new_memory_holds_nothing_of_other_records():
+    torch.full((RECORDS, 4096), 7.0)  # whose memory is the next to be lent
+    holder = nn.Linear(1, 1)
+    records = RecordFunction((holder,), dict(holder.named_parameters()))
+    _, found = records.run(lambda one: torch.empty(4096) + 0 * one, torch.ones(RECORDS, 1), RECORDS)
+    assert records.by_construction
+    assert not found.any()

@@ -325,6 +325,8 @@ class RecordLevel(TorchFunctionMode):
             raise NotSupportedError("a transform of torch.func over trained weights")
         else:
             found = func(*args, **kwargs)
+        if func in _EMPTY:
+            found.zero_()  # it could hold what other records have left
         self._note(found)
         return found
 
@@ -758,18 +760,20 @@ _WRONG = frozenset(
     }
 ) - {None}
 
+# What makes a tensor without writing to it.
+_EMPTY = frozenset(
+    {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
+)
+
 # What makes a tensor that code may write into.
-_FACTORIES = frozenset(
+_FACTORIES = _EMPTY | frozenset(
     {
-        torch.empty,
         torch.zeros,
         torch.ones,
         torch.full,
-        torch.empty_like,
         torch.zeros_like,
         torch.ones_like,
         torch.full_like,
-        Tensor.new_empty,
         Tensor.new_zeros,
         Tensor.new_ones,
         Tensor.new_full,
