@@ -1,6 +1,8 @@
 """`engine.private_step`: a function of model and batch, called for each record alone."""
 
 import copy
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._C._functorch import get_unwrapped, is_batchedtensor
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
 import dpsur
 from dpsur.engine.loader import (
@@ -19,6 +21,7 @@ from dpsur.engine.loader import (
     records_in,
 )
 from dpsur.errors import CouplingError, InvalidInputError, StepError, UnsupportedModelError
+from dpsur.functional import tree
 
 CLIP = 0.7
 
@@ -364,6 +367,51 @@ def test_what_is_no_tensor_cannot_be_read():
     engine.private_step(lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]))(
         next(iter(loader))
     )
+
+
+@dataclass
+class Summed:
+    """A batch that computes a number of its records, which is no field."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+    @cached_property
+    def scale(self):
+        return self.x.abs().sum()
+
+
+def copied_whole(tree, children):
+    """As if what is no field came along: of the first record, or of all."""
+    found = copy.copy(tree)
+    vars(found).update(children)
+    return found
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_no_record_sees_what_a_batch_has_computed_of_others(mutant, monkeypatch):
+    def collate(one):
+        batch = Summed(*default_collate(one))
+        assert batch.scale >= 0  # and kept
+        return batch
+
+    if mutant:
+        real = tree._rebuild
+        monkeypatch.setattr(
+            tree,
+            "_rebuild",
+            lambda one, children: (copied_whole if type(one) is Summed else real)(one, children),
+        )
+    engine, _, _, loader = private(collate_fn=collate)
+
+    @engine.private_step
+    def step(model, one):
+        return {"loss": F.cross_entropy(model(one.x), one.y), "scale": one.scale}
+
+    batch = next(iter(loader))
+    own = [group.batch.x.abs().sum((1, 2)) for group in groups_of(batch)]
+    found = step(batch)
+    assert torch.allclose(found["scale"], torch.cat(own).mean()) is not mutant
 
 
 @pytest.mark.parametrize(

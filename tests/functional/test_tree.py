@@ -1,5 +1,6 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import pytest
 import torch
@@ -65,6 +66,26 @@ def test_a_field_that_a_class_fills_in_itself_is_not_forgotten():
     assert found.here.tolist() == [2.0, 2.0]
     assert found.kept.tolist() == [1.0, 1.0]
     assert len(tensors_of(found)) == 2
+
+
+def test_what_is_no_field_of_a_class_stays_behind():
+    @dataclass
+    class Scaled:
+        here: Tensor
+
+        def __post_init__(self):
+            self.most = self.here.max()
+
+        @cached_property
+        def total(self):
+            return self.here.sum()
+
+    first = Scaled(torch.ones(2))
+    assert first.total == 2
+    found = map_tensors(lambda *both: torch.stack(both), first, Scaled(torch.zeros(2)))
+    assert found.here.shape == (2, 2)
+    assert vars(found).keys() == {"here"}
+    assert map_tensors(lambda value: value[1], found).total == 0
 
 
 def test_large_memory_is_lent_again_when_nobody_uses_it():

@@ -13,7 +13,6 @@ a number in the whole vector, so that shards on several ranks together get the n
 process would draw.
 """
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -118,10 +117,10 @@ def _rebuild(tree: Any, children: dict[Any, Any]) -> Any:
     """A tree like another one, of other children. A mapping of any kind becomes a dict."""
     kind: Any = type(tree)
     if is_dataclass(tree) and not isinstance(tree, Mapping):
-        made = copy.copy(tree)  # what a class checks when it is made was checked then
+        made = kind.__new__(kind)  # what a class checks when it is made was checked then
         for name, child in children.items():
             object.__setattr__(made, name, child)
-        return made
+        return made  # without what is no field: it could hold values of other records
     if is_dataclass(tree):
         return kind(**children)
     if isinstance(tree, Mapping):
