@@ -76,6 +76,15 @@ def test_a_loop_that_charges_late_or_never_is_caught(make, wrong):
         loop_keeps_its_promise(make, wrong)
 
 
+@pytest.mark.parametrize("name", ["plan", "delta", "charged"])
+def test_nothing_of_an_account_can_be_set(name):
+    account = Account.for_steps(STEP, 2, delta=DELTA)
+    account.charge(STEP)
+    with pytest.raises(AttributeError, match=name):
+        setattr(account, name, getattr(Account.for_steps(STEP, 3, delta=DELTA), name))
+    assert account.steps == 1
+
+
 def test_equal_steps_compose_by_privacy_loss_distributions():
     ledger = fixed(20)
     assert ledger.guarantee() == pytest.approx(pld.composed_epsilon([(STEP, 20)], DELTA), rel=1e-6)

@@ -67,8 +67,8 @@ class Account:
 
     def __init__(self, plan: Plan | None, delta: float, charged: Ledger | None = None) -> None:
         checks.probability("delta", delta)
-        self.plan, self.delta = plan, delta  # what was fixed before the first step
-        self.charged = charged or Ledger(setup=() if plan is None else plan.setup)  # so far
+        self._plan, self._delta = plan, delta
+        self._charged = charged or Ledger(setup=() if plan is None else plan.setup)
 
     @staticmethod
     def for_steps(
@@ -152,6 +152,22 @@ class Account:
     def _progress(self) -> str:
         """How many steps were charged, where that is not private."""
         return "" if self.charges_accepted else f" after {self.steps} steps"
+
+    # None of these can be set: what was charged stays charged.
+
+    @property
+    def plan(self) -> Plan | None:
+        """What was fixed before the first step."""
+        return self._plan
+
+    @property
+    def delta(self) -> float:
+        return self._delta
+
+    @property
+    def charged(self) -> Ledger:
+        """All steps charged so far."""
+        return self._charged
 
     @property
     def steps(self) -> int:
@@ -245,7 +261,7 @@ class Account:
         """The same for a step as a plan names it, in which an update is a `Trial`."""
         self._check(step)
         tested = isinstance(step, Trial) and step.test is not None
-        self.charged = self.charged.record(step, updates=0 if tested else 1)
+        self._charged = self.charged.record(step, updates=0 if tested else 1)
 
     def decide(self, *, accepted: bool) -> None:
         """Book the verdict on the trial that was charged last: whether its candidate is kept.
@@ -257,7 +273,7 @@ class Account:
         if not isinstance(last.step, Trial) or accepted == (last.step.test is None):
             return
         booked = replace(last, updates=last.updates + (1 if accepted else -1))
-        self.charged = replace(self.charged, entries=(*before, booked))
+        self._charged = replace(self.charged, entries=(*before, booked))
 
     def _as_step(self, step: Step) -> Step:
         """A sampled Gaussian is a trial without a test, unless it is itself what is due."""
@@ -337,7 +353,7 @@ class Account:
         """Charge a history again; refuse one that this account would not have charged."""
         if self.plan is not None and history.setup != self.plan.setup:
             raise InvalidInputError("the account's setup events differ from the plan's")
-        self.charged = Ledger(setup=history.setup)
+        self._charged = Ledger(setup=history.setup)
         for entry in history.entries:
             if not entry.trials:
                 raise InvalidInputError(f"the account lists {entry.step} with count {entry.trials}")
@@ -347,11 +363,11 @@ class Account:
                 continue
             # The last of equal steps fits if and only if all of them do.
             last = min(1, entry.updates)
-            self.charged = self.charged.record(
+            self._charged = self.charged.record(
                 entry.step, updates=entry.updates - last, trials=entry.trials - 1
             )
             self._check(entry.step)
-            self.charged = self.charged.record(entry.step, updates=last)
+            self._charged = self.charged.record(entry.step, updates=last)
 
 
 def replays(plan: Plan, charged: Ledger) -> bool:
