@@ -3,6 +3,7 @@
 import copy
 import logging
 import random
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -359,6 +360,31 @@ def test_arguments_that_a_graph_could_take_for_others_run_eagerly(replays):
 
     assert close(*train_with(step, change), 1e-5)
     assert not replays.replays
+
+
+@dataclass(repr=False)
+class Plain:
+    """Whose text is its address, which the next one may have."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    name: str = ""
+
+
+def test_what_a_batch_holds_is_compared_and_not_its_text():
+    def key(tree):
+        return captured._structure(tree, captured._row), captured._structure(
+            tree, captured._constant
+        )
+
+    one, y = torch.ones(4, 3), torch.ones(4)
+    assert key(Plain(one, y)) == key(Plain(one + 1, y))
+    others = [
+        *(Plain(one[:, :1], y), Plain(one.double(), y), Plain(one, y, "b")),
+        *((one, y), {"x": one, "y": y}, [one, y], (one, (y,))),
+    ]
+    kinds = {key(Plain(one, y)), *map(key, others), key({"x": one, "z": y})}
+    assert len(kinds) == 2 + len(others)
 
 
 @pytest.mark.parametrize("draws", [random.Random(3), np.random.default_rng(3)])

@@ -33,6 +33,7 @@ from dpsur.errors import DpsurError
 from dpsur.functional.process_settings import seeded_globally, widen
 from dpsur.functional.tree import (
     Params,
+    children_of,
     empty_like,
     keep,
     map_tensors,
@@ -161,8 +162,8 @@ class _Graphs:
         else:
             room = min(most, next((size for size in SIZES if size >= count), most))
         kind = (
-            repr(map_tensors(lambda v: (tuple(v.shape[1:]), v.dtype), batch, otherwise=keep)),
-            _constants(arguments),
+            _structure(batch, _row),
+            _structure(arguments, _constant),
             self._module.max_grad_norm,
             cuda_graphs.failures,
             torch.is_autocast_enabled(device.type),
@@ -607,7 +608,6 @@ def _comparable(arguments: Any, batch: Any) -> bool:
     given: list[Any] = []
     try:
         map_tensors(given.append, (arguments, batch), otherwise=given.append)
-        _constants(arguments)
     except Exception:  # a dataclass that cannot be made of other values
         return False
     plain = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, Unreadable)
@@ -617,15 +617,24 @@ def _comparable(arguments: Any, batch: Any) -> bool:
     )
 
 
-def _constants(arguments: Any) -> str:
-    """All other arguments, and how tensors are built: a graph holds for these alone."""
-    return repr(
-        map_tensors(
-            lambda value: (tuple(value.shape), value.dtype),
-            arguments,
-            otherwise=lambda value: "number" if _is_input(value) else value,
-        )
-    )
+def _structure(tree: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Classes, names and leaves of a tree, to be compared: its own text may not say them."""
+    children = None if isinstance(tree, Tensor) else children_of(tree)
+    if children is None:
+        return leaf(tree)
+    return type(tree), tuple((name, _structure(one, leaf)) for name, one in children.items())
+
+
+def _row(value: Any) -> Any:
+    """A tensor of records by one of them."""
+    return (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else repr(value)
+
+
+def _constant(value: Any) -> Any:
+    """What a graph holds for alone: all arguments but numbers in its inputs."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    return "number" if _is_input(value) else repr(value)
 
 
 def _reason(error: Exception) -> str:

@@ -74,12 +74,12 @@ def map_tensors(
         and all(isinstance(value, Tensor) for value in first.values())
     ):
         return together(function, first, *others)  # type: ignore[return-value]
-    children = _children(first)
+    children = children_of(first)
     if children is None:
         if otherwise is None:
             raise TypeError(f"not a tree of tensors: {type(first).__name__}")
         return otherwise(first)  # type: ignore[no-any-return]
-    beside = [_children(other) for other in others]
+    beside = [children_of(other) for other in others]
     result: Tree = _rebuild(
         first,
         {
@@ -99,7 +99,7 @@ def map_tensors(
 _PLAIN = (tuple, list, dict)
 
 
-def _children(tree: Any) -> dict[Any, Any] | None:
+def children_of(tree: Any) -> dict[Any, Any] | None:
     """What a tree consists of, by name or place; None for what is no tree."""
     if is_dataclass(tree) and not isinstance(tree, type):  # some of them are mappings too
         return {field.name: getattr(tree, field.name) for field in fields(tree)}
@@ -137,7 +137,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     if type(tree) in _PLAIN:  # most trees, without detours
         children = tree.values() if isinstance(tree, dict) else tree
     else:
-        children = (_children(tree) or {}).values()
+        children = (children_of(tree) or {}).values()
     found: list[Tensor] = []
     for child in children:
         if isinstance(child, Tensor):
@@ -229,7 +229,7 @@ def flatten(tree: Any) -> dict[str, Tensor]:
         return {"": tree}
     if tree is None:
         return {}
-    children = _children(tree)
+    children = children_of(tree)
     if children is None:
         raise TypeError(f"not a tree of tensors: {type(tree).__name__}")
     return {
