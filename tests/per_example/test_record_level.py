@@ -7,7 +7,8 @@ missing cross term or a value of another record. Each law has a mutant that brea
 import gc
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ from torch.nn.utils import parametrizations
 from dpsur.errors import DpsurError
 from dpsur.per_example.contributions import clip_factors, row_norms
 from dpsur.per_example.record_function import RecordFunction, Way
-from dpsur.per_example.record_level import RecordLevel
+from dpsur.per_example.record_level import RecordLevel, is_of_a_library
 from dpsur.per_example.rules import RULES, kind_of
 from dpsur.per_example.rules.linear import linear_map
 from dpsur.per_example.tape import Tape
@@ -672,3 +673,20 @@ def test_new_memory_holds_nothing_of_other_records():
     _, found = records.run(lambda one: torch.empty(4096) + 0 * one, torch.ones(RECORDS, 1), RECORDS)
     assert records.by_construction
     assert not found.any()
+
+
+def test_whose_lines_a_function_has():
+    library = torch.nn.functional.softmax
+    folder = Path(torch.__file__).parent
+
+    def lines_in(file):
+        made = {}
+        exec(compile("def vmap(info, dims, x): pass", str(file), "exec"), made)
+        return made["vmap"]
+
+    assert is_of_a_library(library)
+    assert is_of_a_library(lines_in(folder / "own.py"))
+    assert not is_of_a_library(lines_in(folder.with_name("torch_own") / "own.py"))
+    assert not is_of_a_library(wraps(library)(lambda *_: None))
+    assert not is_of_a_library(torch.no_grad()(lambda *_: None))
+    assert not is_of_a_library(partial(library))

@@ -16,12 +16,13 @@ This file holds all uses of functorch's private names.
 """
 
 import gc
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from inspect import signature, unwrap
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -495,13 +496,16 @@ if not hasattr(torch._functorch.autograd_function, _OVERRIDDEN):
 
 
 # Whose lines are not the user's.
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+LIBRARIES = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
 
 
 def is_of_a_library(function: Callable[..., Any]) -> bool:
-    """Whether a function's lines are PyTorch's or ours."""
-    code = getattr(unwrap(function), "__code__", None)
-    return code is not None and code.co_filename.startswith(LIBRARIES)
+    """Whether a function's lines are PyTorch's or ours, and those of all that it wraps."""
+    code, inner = getattr(function, "__code__", None), getattr(function, "__wrapped__", None)
+    own = code is not None and code.co_filename.startswith(LIBRARIES)
+    return own and (inner is None or is_of_a_library(inner))
 
 
 @contextmanager
