@@ -57,6 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "choice_share": 0.2,
     },
     "nonprivate": {**STEPS, "updates": 6},
+    "sa-dpsgd": {**NOISE, **TESTED, "val_noise_multiplier": 6.0},
 }
 SELECTIVE = {
     "proven": {"gate": "coin", "accept_ratio": 1.5, "updates": 6},
@@ -68,6 +69,8 @@ def method_of(name: str, accounting: str, **changes: Any) -> Method:
     options = OPTIONS[name]
     if name == "dpsur":
         options = {**options, **SELECTIVE[accounting]}
+    if name == "sa-dpsgd":
+        options = {**options, **({"updates": 6} if accounting == "proven" else {"trials": 9})}
     return METHODS[name](**{**options, **changes})
 
 

@@ -236,7 +236,7 @@ def _announce(session: Session) -> None:
             margin = f" by C_v = {getattr(session.method, 'loss_clip', math.nan):g} or more"
         lines.append(
             f"every candidate is tested on about {size} fresh records: one that is better{margin} "
-            f"passes with probability {test.accept_max:.2f}, a worse one with {test.accept_min:.2f}"
+            + session.method.acceptance_in_words(test)
         )
         lines.append(
             "every trial is charged, so how many are rejected is public"

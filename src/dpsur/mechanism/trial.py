@@ -83,6 +83,10 @@ class LossRule:
 
     def decide(self, difference: Tensor, stream: Stream) -> Tensor:
         """Draw a verdict for a loss difference. The noise is drawn for any difference."""
+        return self.noisy(difference, stream) < self.accept_threshold * self.loss_clip
+
+    def noisy(self, difference: Tensor, stream: Stream) -> Tensor:
+        """The clipped difference with noise: all that a verdict may depend on."""
         bound = self.loss_clip
         # A comparison with NaN would reject with certainty, and a certain rejection has no
         # acceptance probability above a_min: count it as the worst finite difference instead.
@@ -92,7 +96,7 @@ class LossRule:
         deviation = 2 * bound * self.noise_multiplier
         most = max(0.0, bound - _SPARE_STEPS * deviation / DEVIATION)
         noisy = stream.add_normal(difference.double().clamp(-most, most).view(-1), deviation)
-        return (noisy < self.accept_threshold * bound).view(difference.shape)
+        return noisy.view(difference.shape)
 
 
 @dataclass(frozen=True)
@@ -194,9 +198,13 @@ class LossTestGate:
             batch, before = candidate.test
             after = mean_loss(self.problem, new, batch)
         difference = after - before
-        accept = self.rule.decide(difference, draws[VAL_NOISE])
+        accept = self.decide(state, difference, draws)
         private = {"loss": after, "loss_difference": difference}
         return Verdict(accept, private, batch.overflow)
+
+    def decide(self, state: State, difference: Tensor, draws: Draws) -> Tensor:  # noqa: ARG002
+        """What the rule says; a gate whose rule changes over a run reads the state as well."""
+        return self.rule.decide(difference, draws[VAL_NOISE])
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:
         """The state as it was; with momentum kept, the optimizer as the candidate left it."""

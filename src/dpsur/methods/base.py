@@ -28,7 +28,7 @@ from dpsur.mechanism.state import Procedure
 from dpsur.options import OPTIMIZER, UPDATES, option
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.events import Event
+from dpsur.privacy.events import Event, Test
 from dpsur.privacy.plan import Plan
 
 
@@ -71,6 +71,11 @@ class Method(checks.NamedArguments, ABC):
     def label(self) -> str:
         """The method's name in statements, on the terminal and in reports: what runs."""
         return self.name
+
+    def acceptance_in_words(self, test: Test) -> str:
+        """How a test of this method treats a better and a worse candidate, for the terminal."""
+        most, least = test.accept_max, test.accept_min
+        return f"passes with probability {most:.2f}, a worse one with {least:.2f}"
 
     @property
     def usual_accounting(self) -> str:
