@@ -68,6 +68,13 @@ ARMS: dict[str, DemoArm] = {
     "dpsur, every trial charged, momentum kept": DemoArm(
         "dpsur", {**_CHARGED, "on_reject": "keep-momentum"}, "every-trial"
     ),
+    "sa-dpsgd": DemoArm("sa-dpsgd", ALGORITHM_1, "proven-pld"),
+    "sa-dpsgd, every trial charged": DemoArm(
+        "sa-dpsgd",
+        {**ALGORITHM_1, "max_rejections": 5},
+        "every-trial",
+        shown="sa-dpsgd, forced after 5 rejections",
+    ),
     "dpsgd": DemoArm("dpsgd", PLAIN),
     "dpsur, proven, pixels": DemoArm(
         "dpsur", {"gate": "coin"}, features="pixels", shown="gate coin, pixels"
@@ -88,7 +95,8 @@ Task `mnist-5k` (4,000 digits to train, 1,000 to test), epsilon 3 at delta 1e-5.
 the paper's with its gate (beta -1, C_v 0.001, sigma_v 1) and settings of ours, for the paper has
 none for so few records: batch and learning rate were chosen on held-out training records (below).
 *dpsgd, same settings* is the same run without the test, at the same epsilon: what the test costs is
-noise. *auto* is what the preset chooses without a GPU: a linear model on whitened scattering, by
+noise. *sa-dpsgd* is the same run with the rule of acceptance of DPSUR's predecessor (k 10).
+*auto* is what the preset chooses without a GPU: a linear model on whitened scattering, by
 rules that these digits had no part in. The others are a linear model on scattering features, or the
 paper's network of 26,010 parameters on pixels; *gate coin* is a test of ours. Their learning
 rates, the model and the strength of the test were chosen on a held-out part of the training digits
