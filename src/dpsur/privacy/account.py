@@ -162,6 +162,7 @@ class Account:
 
     @property
     def delta(self) -> float:
+        """The delta of the guarantee."""
         return self._delta
 
     @property
