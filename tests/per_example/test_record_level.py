@@ -675,6 +675,18 @@ def test_new_memory_holds_nothing_of_other_records():
     assert not found.any()
 
 
+def test_new_memory_may_want_a_gradient():
+    """As `torch.utils.checkpoint` makes it in some versions of PyTorch."""
+    holder = nn.Linear(1, 1)
+    records = RecordFunction((holder,), dict(holder.named_parameters()))
+
+    def function(one):
+        return one + torch.empty(3, requires_grad=True).detach()
+
+    records.run(function, torch.ones(RECORDS, 3), RECORDS)
+    assert records.by_construction
+
+
 def test_whose_lines_a_function_has():
     library = torch.nn.functional.softmax
     folder = Path(torch.__file__).parent

@@ -372,8 +372,6 @@ class TensorRows(TensorDataset):
         if not rows:
             return []
         index = torch.tensor(rows, device="cpu")
-        if any(tensor.is_cuda for tensor in self.tensors):
-            index = index.pin_memory()  # or the copy to a GPU would wait for all of its work
         return JoinedRows(
             tensor[index.to(tensor.device, non_blocking=True)] for tensor in self.tensors
         )

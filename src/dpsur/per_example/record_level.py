@@ -327,7 +327,8 @@ class RecordLevel(TorchFunctionMode):
         else:
             found = func(*args, **kwargs)
         if func in _EMPTY:
-            found.zero_()  # it could hold what other records have left
+            with torch.no_grad():
+                found.zero_()  # it could hold what other records have left
         self._note(found)
         return found
 
