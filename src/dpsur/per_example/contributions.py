@@ -172,6 +172,9 @@ class Factors:
     def _zero(self) -> Tensor:
         return self.values.new_zeros(())
 
+    def part(self, some: slice) -> "Factors":
+        return Factors(self.values[some], None if self.keep is None else self.keep[some])
+
     def scale(self, rows: Tensor) -> Tensor:
         """Multiply every example by its factor; a dropped one becomes zero whatever it holds."""
         shape = (-1, *[1] * (rows.dim() - 1))

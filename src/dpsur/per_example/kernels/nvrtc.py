@@ -5,11 +5,17 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.cuda._utils
+from torch import Tensor
 
+if TYPE_CHECKING:
+    from dpsur.per_example.rules.patches import Window
+
+# The kind of device that the kernels are for.
+DEVICE = "cuda"
 Kernel = Callable[..., None]
 # What a kernel is compiled with, by the names that its source has for it.
 Constants = tuple[tuple[str, int], ...]
@@ -100,4 +106,22 @@ def warn_slower(reason: str) -> None:
         "steps may be slower",
         SlowerWarning,
         stacklevel=3,
+    )
+
+
+def shapes(inputs: Tensor, outputs: Tensor, window: "Window") -> Constants:
+    """The shapes of a convolution in two dimensions, as constants of a kernel."""
+    return (
+        ("IN_CHANNELS", inputs.shape[1]),
+        ("IN_HIGH", inputs.shape[2]),
+        ("IN_WIDE", inputs.shape[3]),
+        ("OUT_CHANNELS", outputs.shape[1]),
+        ("HIGH", outputs.shape[2]),
+        ("WIDE", outputs.shape[3]),
+        ("KERNEL_HIGH", window.sizes[0]),
+        ("KERNEL_WIDE", window.sizes[1]),
+        ("STRIDE_DOWN", window.strides[0]),
+        ("STRIDE_ALONG", window.strides[1]),
+        ("TOP", window.margins[0]),
+        ("LEFT", window.margins[1]),
     )

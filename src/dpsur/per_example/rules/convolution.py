@@ -20,6 +20,14 @@ from dpsur.per_example.contributions import (
     instantiating_pays,
     split_dimension,
 )
+from dpsur.per_example.kernels.convolution import (
+    Geometry,
+    convolve,
+    from_patches,
+    patches_pay,
+    rounding_pays,
+)
+from dpsur.per_example.kernels.cuda_weight_grad import summed_gradient, summing_pays
 from dpsur.per_example.kernels.fused import (
     depthwise_gradients,
     has_kernels,
@@ -79,13 +87,26 @@ class Sliding(Contribution):
 
     def weighted_sum(self, factors: Factors) -> Tensor:
         """The usual gradient of the weight, from scaled output gradients."""
+        window, finite = self.window, self.finite_inputs
         if self.rounds:
             return self._rounded_sum(factors)
+        each = factors
         if self.fold > 1:
             keep = None if factors.keep is None else factors.keep.repeat_interleave(self.fold)
-            factors = Factors(factors.values.repeat_interleave(self.fold), keep)
-        inputs = self.inputs if self.finite_inputs else factors.clean(self.inputs)
-        return self._gradient(inputs, factors.scale(self.outputs))
+            each = Factors(factors.values.repeat_interleave(self.fold), keep)
+        inputs, outputs = self._factor(self.inputs), self._factor(self.outputs)
+        if summing_pays(inputs, outputs, window):
+            found = summed_gradient(*_scaled(inputs, outputs, each, finite=finite), window)
+            if found is not None:
+                return found
+        if patches_pay(inputs, outputs):
+            return from_patches(inputs, outputs, window, each, finite=finite)
+        inputs, outputs = _scaled(inputs, outputs, each, finite=finite)
+        geometry = Geometry(window.strides, window.margins, window.dilations, groups=1)
+        weight = inputs.new_empty(self.weight_shape)  # its shape is all that is looked at
+        gradient = geometry.backward(outputs, inputs, weight, [False, True, False])[1]
+        assert gradient is not None
+        return gradient
 
     def _rounded_sum(self, factors: Factors) -> Tensor:
         """The same from rounded numbers, on tensor cores.
@@ -93,30 +114,27 @@ class Sliding(Contribution):
         A rounded output times its factor is the sum of two numbers of TF32, to 22 bits. So two
         gradients of weights, whose products are exact, make the sum.
         """
+        window = self.window
         inputs = factors.clean(self._factor(self.inputs))
         outputs = factors.scale(self._factor(self.outputs))
         large = self._factor(outputs)
         parts = self._factor(outputs.sub_(large)), large
+        geometry = Geometry(window.strides, window.margins, window.dilations, groups=1)
+        weight = inputs.new_empty(self.weight_shape)
         with precision(tf32=True):
-            small, total = (self._gradient(inputs, part) for part in parts)
+            small, total = (
+                geometry.backward(part, inputs, weight, [False, True, False])[1] for part in parts
+            )
+        assert small is not None
+        assert total is not None
         return total.add_(small)
-
-    def _gradient(self, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """The library's gradient of the weight, of which only the shape is looked at."""
-        window, weight = self.window, inputs.new_empty(self.weight_shape)
-        unused, channels = [0] * len(window.sizes), [len(weight)]
-        settings = window.strides, window.margins, window.dilations, False, unused, 1
-        found: Tensor = torch.ops.aten.convolution_backward(
-            outputs, inputs, weight, channels, *settings, [False, True, False]
-        )[1]
-        return found
 
     def _factor(self, values: Tensor) -> Tensor:
         """What a gradient is made of: the values, or what rounding leaves of them."""
         if not self.rounds:
             return values
         found = round_to_tf32(values)
-        assert found is not None  # `_rounding_pays` has asked
+        assert found is not None  # `rounding_pays` has asked
         return found
 
     def per_example(self) -> Tensor:
@@ -132,6 +150,13 @@ class Sliding(Contribution):
             unfolded.reshape(examples, -1, unfolded.shape[-1]),
             outputs.reshape(examples, -1, outputs.shape[-1]),
         )
+
+
+def _scaled(
+    inputs: Tensor, outputs: Tensor, factors: Factors, *, finite: bool
+) -> tuple[Tensor, Tensor]:
+    """Inputs, without those of dropped examples, and output gradients times their factors."""
+    return inputs if finite else factors.clean(inputs), factors.scale(outputs)
 
 
 def convolution_map(
@@ -164,9 +189,9 @@ def convolution_map(
                 total = spread * (size - 1) if padding == "same" else 0
             pads = [total // 2, total - total // 2, *pads]
         input = F.pad(input, pads, mode="constant" if padding_mode == "zeros" else padding_mode)
+    geometry = Geometry(strides, margins, dilations, groups)
     input = as_autocast_sees(input)
-    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(sizes) - 1]
-    output = convolve(input, weight, bias, strides, margins, dilations, groups)
+    output = convolve(input, weight, bias, geometry)
     fold = tape.examples_in(output, axis=0).fold
     weight_slot, bias_slot = tape.slot(weight), tape.slot(bias)
     window = Window(sizes, strides, dilations, margins)
@@ -195,7 +220,7 @@ def convolution_map(
             yield weight_slot, Sliding(*whole, window, shape, fold, grams, finite)
         elif groups > 1 or _instantiate(seen, outputs, window, fold):
             yield weight_slot, _rows(seen, outputs, window, groups, fold, rounds=rounds)
-        elif rounds and fold == 1 and _rounding_pays(seen, outputs, window):
+        elif rounds and fold == 1 and rounding_pays(seen, outputs, window):
             # kept until the norms of all layers are known
             seen = seen.to(torch.bfloat16) if half else seen
             use = Sliding(seen, outputs, window, shape, fold, None, finite, rounds=True)
@@ -245,18 +270,6 @@ def _instantiate(inputs: Tensor, outputs: Tensor, window: Window, fold: int) -> 
     making = places * width * (height + MEMORY_COST) + 2 * MEMORY_COST * width * height
     products = inner_products_cost(channels, inputs.shape[2:], window, places)
     return making < products + places**2 * (height + MEMORY_COST) + places * width * height
-
-
-# Tiles of sums on tensor cores are this large; with less of a kernel they stay half empty.
-_LEAST_CHANNELS, _LEAST_ENTRIES = 32, 2**13
-
-
-def _rounding_pays(inputs: Tensor, outputs: Tensor, window: Window) -> bool:
-    """Whether sums of weighted gradients are made faster on tensor cores, of rounded factors."""
-    if inputs.dim() not in (3, 4) or not has_kernels(inputs):
-        return False
-    height, width = outputs.shape[1], inputs.shape[1] * prod(window.sizes)
-    return min(height, width) >= _LEAST_CHANNELS and height * width >= _LEAST_ENTRIES
 
 
 def _unfolded(rows: Tensor, fold: int) -> Tensor:
