@@ -1,6 +1,7 @@
 """`engine.private_step`: a function of model and batch, called for each record alone."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,9 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._C._functorch import get_unwrapped, is_batchedtensor
+from torch.utils import _pytree
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
 import dpsur
+from dpsur.engine import loader as loader_module
+from dpsur.engine import steps as steps_module
 from dpsur.engine.loader import (
     LENGTHS,
     CollateAlone,
@@ -412,6 +416,45 @@ def test_no_record_sees_what_a_batch_has_computed_of_others(mutant, monkeypatch)
     own = [group.batch.x.abs().sum((1, 2)) for group in groups_of(batch)]
     found = step(batch)
     assert torch.allclose(found["scale"], torch.cat(own).mean()) is not mutant
+
+
+class Registered:
+    """A batch of a class that PyTorch knows, with a number of its records beside its tensors."""
+
+    def __init__(self, x, y, most):
+        self.x, self.y, self.most = x, y, most
+
+
+_pytree.register_pytree_node(
+    Registered, lambda one: ([one.x, one.y], one.most), lambda parts, most: Registered(*parts, most)
+)
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+@pytest.mark.parametrize("varies", [False, True])
+def test_what_a_class_keeps_beside_its_tensors_is_the_same_for_all_records(
+    varies, mutant, monkeypatch
+):
+    def collate(one):
+        x, y = default_collate(one)
+        return Registered(x, y, float(x.max()) if varies else 1.0)
+
+    if mutant:
+        monkeypatch.setattr(loader_module, "settings_of", lambda _: None)
+        monkeypatch.setattr(steps_module, "settings_of", lambda _: None)
+    engine, _, _, loader = private(collate_fn=collate)
+    read = set()
+
+    @engine.private_step
+    def step(model, one):
+        read.add(one.most)
+        return F.cross_entropy(model(one.x), one.y)
+
+    refused = varies and not mutant
+    with pytest.raises(CouplingError, match="beside its") if refused else nullcontext():
+        for batch in loader:
+            step(batch)
+    assert (len(read) > 1) is (varies and mutant)
 
 
 @pytest.mark.parametrize(

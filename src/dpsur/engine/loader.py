@@ -5,6 +5,7 @@ nothing but a private step can open.
 """
 
 import math
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from torch.utils.data import (
 from dpsur import checks
 from dpsur.errors import Fixed, InvalidInputError, OpaqueBatchError, StepError
 from dpsur.functional.persons import PersonRecords
-from dpsur.functional.tree import keep, map_tensors, tensors_of
+from dpsur.functional.tree import contexts_of, keep, map_tensors, tensors_of
 from dpsur.mechanism.gaussian import poisson_sample
 from dpsur.mechanism.streams import BATCH, VAL_BATCH, Stream, Streams
 
@@ -126,6 +127,17 @@ class PrivateBatch:
         )
 
 
+def settings_of(batch: Any) -> object:
+    """What a batch holds that is no part of it, to be compared: records must have it in common."""
+    found = contexts_of(batch)
+    if not found:
+        return None
+    try:
+        return pickle.dumps(found)
+    except Exception:  # whatever a class of the user's raises; equal to nothing
+        return object()
+
+
 def groups_of(batch: PrivateBatch) -> tuple[Group, ...]:
     """The records of a batch, by their shape. Private."""
     found: tuple[Group, ...] = vars(batch)["_PrivateBatch__groups"]
@@ -168,7 +180,7 @@ class CollateAlone:
             alone = self._padded(map_tensors(lambda value: value, joined, otherwise=_readable))
             _check_tensors(alone, joined)
             shape = tuple((value.shape, value.dtype) for value in tensors_of(alone))
-            groups.setdefault(shape, []).append(alone)
+            groups.setdefault((shape, settings_of(alone)), []).append(alone)
         return PrivateBatch(
             tuple(
                 Group(

@@ -31,6 +31,7 @@ from dpsur.engine.loader import (
     groups_of,
     opened,
     records_in,
+    settings_of,
 )
 from dpsur.engine.loss_graph import REMEDY
 from dpsur.engine.setup import Units
@@ -81,6 +82,7 @@ class PrivateStep:
     capture: bool = True  # as CUDA graphs, on a GPU
     _records: RecordFunction | None = field(default=None, init=False, repr=False)
     _graphs: GradientGraphs | None = field(default=None, init=False, repr=False)
+    _settings: list[object] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         function = self.function
@@ -482,6 +484,14 @@ class PrivateLoop:
         limit = step.max_physical_batch_size or self._loader.poisson.most
         groups = groups_of(batch.to(device, non_blocking=True))
         for group in groups:
+            settings = settings_of(group.batch)
+            if step._settings and step._settings != [settings]:
+                raise CouplingError(
+                    f"the {type(group.batch).__name__} of a record holds something beside its "
+                    "tensors that other records do not have, and a function could read it; turn "
+                    "it into a tensor, or leave it out"
+                )
+            step._settings = [settings]
             most = limit or group.records
             split = limit if len(groups) == 1 else (limit or self._units.size)
             for start in range(0, group.records, most):

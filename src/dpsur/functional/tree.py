@@ -147,6 +147,16 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return found
 
 
+def contexts_of(tree: Any) -> list[Any]:
+    """What classes that are registered with PyTorch keep beside their parts, within a tree."""
+    if isinstance(tree, Tensor) or (children := children_of(tree)) is None:
+        return []
+    own = []
+    if not is_dataclass(tree) and not isinstance(tree, (Mapping, tuple, list)):
+        own.append(_pytree.SUPPORTED_NODES[type(tree)].flatten_fn(tree)[1])
+    return own + [one for child in children.values() for one in contexts_of(child)]
+
+
 def with_tensors(tree: Tree, tensors: Iterable[Tensor]) -> Tree:
     """The same structure around other tensors, in the order of `tensors_of`."""
     following = iter(tensors)
