@@ -437,7 +437,7 @@ def test_what_a_class_keeps_beside_its_tensors_is_the_same_for_all_records(
 ):
     def collate(one):
         x, y = default_collate(one)
-        return Registered(x, y, float(x.max()) if varies else 1.0)
+        return Registered(x, y, ([float(x.max()) if varies else 1.0], {"of": "x"}))
 
     if mutant:
         monkeypatch.setattr(loader_module, "settings_of", lambda _: None)
@@ -447,7 +447,7 @@ def test_what_a_class_keeps_beside_its_tensors_is_the_same_for_all_records(
 
     @engine.private_step
     def step(model, one):
-        read.add(one.most)
+        read.add(one.most[0][0])
         return F.cross_entropy(model(one.x), one.y)
 
     refused = varies and not mutant

@@ -5,9 +5,8 @@ nothing but a private step can open.
 """
 
 import math
-import pickle
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -129,13 +128,16 @@ class PrivateBatch:
 
 def settings_of(batch: Any) -> object:
     """What a batch holds that is no part of it, to be compared: records must have it in common."""
-    found = contexts_of(batch)
-    if not found:
-        return None
-    try:
-        return pickle.dumps(found)
-    except Exception:  # whatever a class of the user's raises; equal to nothing
-        return object()
+    return _comparable(contexts_of(batch))
+
+
+def _comparable(value: Any) -> object:
+    """Equal to that of an equal value; what cannot be compared is equal to nothing."""
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_comparable, value)
+    if isinstance(value, dict):
+        return type(value), *((name, _comparable(one)) for name, one in value.items())
+    return (type(value), value) if isinstance(value, Hashable) else object()
 
 
 def groups_of(batch: PrivateBatch) -> tuple[Group, ...]:
