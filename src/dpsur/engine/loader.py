@@ -137,7 +137,8 @@ def _comparable(value: Any) -> object:
         return type(value), *map(_comparable, value)
     if isinstance(value, dict):
         return type(value), *((name, _comparable(one)) for name, one in value.items())
-    return (type(value), value) if isinstance(value, Hashable) else object()
+    plain = isinstance(value, Hashable) and not isinstance(value, Tensor)
+    return (type(value), value) if plain else object()
 
 
 def groups_of(batch: PrivateBatch) -> tuple[Group, ...]:
