@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpsur
@@ -385,6 +386,43 @@ def test_what_a_batch_holds_is_compared_and_not_its_text():
     ]
     kinds = {key(Plain(one, y)), *map(key, others), key({"x": one, "z": y})}
     assert len(kinds) == 2 + len(others)
+
+
+class Scaled:
+    """Records, and a number beside them."""
+
+    def __init__(self, x, by):
+        self.x, self.by = x, by
+
+
+_pytree.register_pytree_node(
+    Scaled, lambda one: ([one.x], one.by), lambda parts, by: Scaled(*parts, by)
+)
+
+
+class ScaledNetwork(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, one):
+        return self.inner(one.x) * one.by
+
+
+def test_what_a_class_keeps_beside_its_tensors_is_compared(replays):
+    def train_scaled(capture):
+        engine, model, optimizer, loader = private(ScaledNetwork(), records(), batch_size=12)
+        if not capture:
+            engine._watcher.graphs = None
+        for epoch in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(Scaled(x, 1 + epoch)), y).backward()
+                optimizer.step()
+        return torch.cat([value.detach().flatten() for value in model.parameters()])
+
+    assert close(train_scaled(capture=True), train_scaled(capture=False))
+    assert replays.replays
 
 
 @pytest.mark.parametrize("draws", [random.Random(3), np.random.default_rng(3)])

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpsur.engine.loader import Unreadable
+from dpsur.engine.loader import Unreadable, settings_of
 from dpsur.engine.weights import Sums, TrainedModule
 from dpsur.errors import DpsurError
 from dpsur.functional.process_settings import seeded_globally, widen
@@ -164,6 +164,7 @@ class _Graphs:
         kind = (
             _structure(batch, _row),
             _structure(arguments, _constant),
+            settings_of((batch, arguments)),
             self._module.max_grad_norm,
             cuda_graphs.failures,
             torch.is_autocast_enabled(device.type),
