@@ -57,6 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "choice_share": 0.2,
     },
     "nonprivate": {**STEPS, "updates": 6},
+    "dpsr-cg": {**NOISE, "updates": 9, "kept_first": 2, "max_grad_norm": 0.3},
     "sa-dpsgd": {**NOISE, **TESTED, "val_noise_multiplier": 6.0},
 }
 SELECTIVE = {

@@ -31,8 +31,15 @@ from tests.methods.problems import (
 )
 
 ADAPTIVE = ("dpis", "dpagd")
+REMEMBERING = (*ADAPTIVE, "dpsr-cg")
 FILTERED = ("dpagd",)
-CASES = [(name, accounting) for name in METHODS for accounting in PROVED]
+UNCOVERED = {("dpsr-cg", "proven")}  # which it refuses
+CASES = [
+    (name, accounting)
+    for name in METHODS
+    for accounting in PROVED
+    if (name, accounting) not in UNCOVERED
+]
 OFTEN = Intervals(checkpoint_every=2)
 
 
@@ -144,15 +151,15 @@ def test_it_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
     last, same = (load_file(f / "private" / FILE_NAME) for f in (whole, tmp_path / "run"))
     assert_same(last, same)
     remembered = [key for key in last if key.startswith("state/memory/")]
-    assert bool(remembered) == (name in ADAPTIVE)
+    assert bool(remembered) == (name in REMEMBERING)
     rows = (tmp_path / "run" / "private" / "metrics.jsonl").read_text().splitlines()
     numbers = [json.loads(row)["trial"] for row in rows if json.loads(row)["kind"] == "trial"]
     assert numbers == list(range(1, run.private.ledger.trials + 1))
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_it_can_be_ended_early(name):
-    data, accounting = data_of(name), "proven"
+@pytest.mark.parametrize(("name", "accounting"), [one for one in CASES if one[1] == "proven"])
+def test_it_can_be_ended_early(name, accounting):
+    data = data_of(name)
     config = RunConfig(
         task=None, budget=BUDGET, method=method_of(name, accounting), accounting=accounting, seed=0,
         device="cpu", max_updates=2,

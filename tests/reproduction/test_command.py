@@ -64,13 +64,13 @@ def test_odd_seeds_are_refused(seeds, capsys):
 def test_rendering_needs_rows_and_makes_none(tmp_path, capsys):
     status, _, err = reproduce("demo", "--render-only", folder=tmp_path, capsys=capsys)
     assert status == 2
-    assert "107 rows of demo are missing" in err
+    assert "112 rows of demo are missing" in err
     (tmp_path / "results").mkdir()
     lines = (RESULTS / "demo.jsonl").read_text().splitlines()
     (tmp_path / "results" / "demo.jsonl").write_text("\n".join(lines[:7]) + "\n")
     status, out, _ = reproduce("demo", "--render-only", folder=tmp_path, capsys=capsys)
     assert status == 0
-    assert "demo: 7 rows, 0 of them new, 100 cells without one" in out
+    assert "demo: 7 rows, 0 of them new, 105 cells without one" in out
 
 
 def test_all_goes_through_the_list(tmp_path, capsys, monkeypatch):
