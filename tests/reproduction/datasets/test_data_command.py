@@ -7,6 +7,7 @@ import numpy as np
 from torch import nn
 
 from dpsur.cli import evaluate
+from dpsur.cli import main as dpsur
 from dpsur.runs.release import Origin
 from reproduction.command import main
 from reproduction.datasets import command as data
@@ -14,7 +15,7 @@ from tests.reproduction.datasets.server import serve
 from tests.reproduction.datasets.test_fetch import NOWHERE, mirror, publish
 
 
-def command(*arguments, capsys):
+def command(*arguments, capsys, main=main):
     try:
         status = main([str(argument) for argument in arguments])
     except SystemExit as stop:
@@ -99,7 +100,7 @@ def test_a_bar_counts_on_a_terminal(monkeypatch, capsys):
 
 def test_a_task_without_its_data_says_how_to_get_them(capsys, tmp_path):
     run = tmp_path / "run"
-    status, _, err = command("dpsur", "train", "--task", "mnist", "--out", run, capsys=capsys)
+    status, _, err = command("train", "--task", "mnist", "--out", run, capsys=capsys, main=dpsur)
     assert status == 2
     assert "python -m reproduction data fetch mnist" in err
     assert not run.exists()
@@ -111,6 +112,7 @@ def test_records_without_test_records_cannot_be_tested_on(capsys, tmp_path, monk
     release = (nn.Linear(2, 4), {"public": {}}, Origin())
     monkeypatch.setattr(evaluate, "read_release", lambda folder: release)
     monkeypatch.setattr(evaluate, "statement_faults", lambda statement: ([], {}))
-    status, _, err = command("dpsur", "evaluate", tmp_path, "--task", f"npz:{path}", capsys=capsys)
+    asked = "evaluate", tmp_path, "--task", f"npz:{path}"
+    status, _, err = command(*asked, capsys=capsys, main=dpsur)
     assert status == 2
     assert "add x_test and y_test" in err
