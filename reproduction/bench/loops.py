@@ -589,14 +589,21 @@ def _line(row: Mapping[str, Any]) -> str:
 Key = tuple[str, int, int, bool, bool]
 
 
-def _newest(rows: Sequence[Mapping[str, Any]]) -> dict[Key, dict[str, Mapping[str, Any]]]:
-    """Of every network and setting, the rows of the newest run, by arm."""
-    found: dict[Key, dict[str, Mapping[str, Any]]] = {}
+# A row, and the plain step of the same run.
+Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
+
+
+def _newest(rows: Sequence[Mapping[str, Any]]) -> dict[Key, dict[str, Pair]]:
+    """Of every network and setting, each arm's newest row: a run measures the plain step first."""
+    found: dict[Key, dict[str, Pair]] = {}
+    plain: dict[Key, Mapping[str, Any]] = {}
     for row in sorted(rows, key=lambda row: str(row.get("made_at", ""))):
         name, batch_size, tokens = row["network"], row["batch_size"], row["tokens"]
         key = (name, batch_size, tokens, row["bf16"], row["dropout"])
-        if row["outcome"] == "ok" or row["arm"] == "opacus-hooks":
-            found.setdefault(key, {})[row["arm"]] = row
+        if row["arm"] == "plain":
+            plain[key] = row
+        if key in plain and (row["outcome"] == "ok" or row["arm"] == "opacus-hooks"):
+            found.setdefault(key, {})[row["arm"]] = row, plain[key]
     return found
 
 
@@ -612,24 +619,25 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     for key in sorted(found, key=lambda key: (order.index(key[0]), key[1:])):
         name, size, tokens, bf16, dropout = key
         arms = found[key]
-        if "plain" not in arms or "private-step" not in arms:
+        if "private-step" not in arms:
             continue
-        plain, step = arms["plain"], arms["private-step"]
+        step, plain = arms["private-step"]
         shown = [
             name,
             f"{size} x {tokens}" if tokens else f"{size}",
             ("bf16" if bf16 else "float32") + (", dropout" if dropout else ""),
             f"{plain['ms']:.1f}",
-            *(_over(arms.get(arm), plain) for arm in ARMS[1:]),
+            *(_over(arms.get(arm)) for arm in ARMS[1:]),
             f"{step['peak_gib'] / plain['peak_gib']:.2f}",
             f"{step['first_step_s']:.1f} ({plain['first_step_s']:.1f})",
-            f"{arms['poisson']['start_up_s']:.1f}" if "poisson" in arms else "",
+            f"{arms['poisson'][0]['start_up_s']:.1f}" if "poisson" in arms else "",
         ]
         lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
-def _over(row: Mapping[str, Any] | None, plain: Mapping[str, Any]) -> str:
-    if row is None:
+def _over(pair: Pair | None) -> str:
+    if pair is None:
         return ""
+    row, plain = pair
     return f"{row['ms'] / plain['ms']:.2f}" if row["outcome"] == "ok" else "fails"

@@ -384,12 +384,7 @@ class TensorRows(TensorDataset):
     """A `TensorDataset` whose batches are read by index: one read, not one for each record."""
 
     def __getitems__(self, rows: list[int]) -> list[Any]:
-        if not rows:
-            return []
-        index = torch.tensor(rows, device="cpu")
-        return JoinedRows(
-            tensor[index.to(tensor.device, non_blocking=True)] for tensor in self.tensors
-        )
+        return JoinedRows(tensor[rows] for tensor in self.tensors) if rows else []
 
 
 class PoissonSampler(Sampler[list[Any]]):

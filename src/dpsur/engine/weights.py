@@ -355,7 +355,7 @@ class TrainedModule:
         return sums
 
     def _room(self) -> Params | None:
-        """Where the first sums of a batch go on a CPU: side by side: noise needs no copy then."""
+        """Memory for the first sums of a batch on a CPU, where noise is added to them in place."""
         if self.sums.params or self.sharding is not None or self.device.type != "cpu":
             return None
         return empty_like({name: widen(value.detach()) for name, value in self.trained.items()})

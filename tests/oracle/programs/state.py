@@ -692,53 +692,45 @@ def exception_as_a_channel():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE, private_step=limit("State of code that runs one record at a time"))
-def learning_rate_set_in_the_function():
+def changing_the_optimizer(kind, change):
+    """A function that changes the loop's optimizer by what a record holds."""
     optimizers = []
 
     def make(model):
-        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizers.append(kind(model.parameters(), lr=0.1))
         return optimizers[0]
 
     def loss(model, batch):
         x, y = batch
-        optimizers[0].param_groups[0]["lr"] = 0.1 / (1 + number_of(x))
+        change(optimizers[0], number_of(x))
         return F.cross_entropy(model(x), y)
 
     return Setup(mlp(), loss, optimizer=make)
+
+
+@coupled(TABLE, private_step=refused("changes lr of the optimizer"))
+def learning_rate_set_in_the_function():
+    def change(optimizer, number):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+
+    return changing_the_optimizer(torch.optim.SGD, change)
 
 
 @coupled(TABLE, private_step=refused("changes weight_decay of the optimizer"), opacus=None)
 def weight_decay_grown_in_the_function():
-    optimizers = []
+    def change(optimizer, number):
+        optimizer.param_groups[0]["weight_decay"] += number
 
-    def make(model):
-        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
-        return optimizers[0]
-
-    def loss(model, batch):
-        x, y = batch
-        optimizers[0].param_groups[0]["weight_decay"] += number_of(x)
-        return F.cross_entropy(model(x), y)
-
-    return Setup(mlp(), loss, optimizer=make)
+    return changing_the_optimizer(torch.optim.SGD, change)
 
 
 @coupled(TABLE, private_step=refused("changes step of the optimizer"), opacus=None)
 def state_of_the_optimizer_changed_in_the_function():
-    optimizers = []
+    def change(optimizer, number):
+        for held in optimizer.state.values():
+            held["step"] += number
 
-    def make(model):
-        optimizers.append(torch.optim.Adam(model.parameters(), lr=0.1))
-        return optimizers[0]
-
-    def loss(model, batch):
-        x, y = batch
-        for held in optimizers[0].state.values():
-            held["step"] += number_of(x)
-        return F.cross_entropy(model(x), y)
-
-    return Setup(mlp(), loss, optimizer=make)
+    return changing_the_optimizer(torch.optim.Adam, change)
 
 
 @coupled(TABLE, opacus=None)
