@@ -11,7 +11,7 @@ import torch
 
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.cuda_graphs import WARM_UP_CALLS
-from reproduction.bench import cpu_loops, network_grid
+from reproduction.bench import cpu_loops, loops, network_grid
 from reproduction.bench import measurement as memory
 from reproduction.bench import measurement as run
 from reproduction.bench.arms import ARMS
@@ -504,3 +504,15 @@ def test_networks_on_a_cpu_have_as_many_parameters_as_they_say():
         with torch.device("meta"):
             trained = [value for value in network.build().parameters() if value.requires_grad]
         assert sum(value.numel() for value in trained) == network.parameters, network.name
+
+
+def test_a_loop_is_compared_with_the_plain_step_of_its_own_run():
+    """A later run that left out some arms keeps their ratios of the run that had them."""
+    ran = [("plain", 10.0, 1), ("opacus-hooks", 30.0, 2), ("private-step", 15.0, 3)]
+    ran += [("plain", 20.0, 4), ("private-step", 20.0, 5)]
+    setting = {"network": "lstm", "batch_size": 2, "tokens": 3, "bf16": False, "dropout": False}
+    made = {**setting, "outcome": "ok", "peak_gib": 1.0, "first_step_s": 0.1}
+    rows = [made | {"arm": arm, "ms": ms, "made_at": f"2026-01-0{day}"} for arm, ms, day in ran]
+    *_, line = loops.markdown(rows).splitlines()
+    shown = [cell.strip() for cell in line.split("|")]
+    assert [shown[4], shown[6], shown[9]] == ["20.0", "1.00", "3.00"]
