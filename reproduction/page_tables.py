@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpsur.presets import preset_named
 from reproduction import options_table, simulated_heads
 from reproduction.artifacts import Column, Table
 from reproduction.bench import cpu_loops, data_path, loops, network_grid
@@ -25,7 +24,6 @@ from reproduction.bench.report import markdown as bench_table
 from reproduction.experiments import heads, sixteen
 from reproduction.experiments.accuracy import paper_accuracy, summary
 from reproduction.experiments.accuracy_pages import DATA_SETS, TOLERANCE, short_table
-from reproduction.experiments.iterates import records as iterate_records
 from reproduction.experiments.robustness import RATES
 from reproduction.series import Point, series
 
@@ -112,11 +110,8 @@ def tables() -> Iterator[tuple[str, list[str]]]:
         "worst at epsilon 3 |",
         list(_best_and_worst_of_rates()),
     )
-    for header, arm in (("data set", "dpagd"), ("without momentum", "dpagd-adaptive")):
-        yield f"| {header} | 1 | 2 | 3 | 4 | the paper, 1 to 4 |", list(_beside_the_paper(arm))
+    yield "| data set | 1 | 2 | 3 | 4 | the paper, 1 to 4 |", list(_beside_the_paper("dpagd"))
     yield "| data set | DPIS | DP-SGD | the paper's DPIS |", list(_dpis_at_three())
-    yield "| changed, IMDb at epsilon 4 | points |", list(_what_moves_reviews())
-    yield "| DPSGD-TS on CIFAR-10 | 1 | 2 | 3 | 4 |", list(_tempered_on_photographs())
 
 
 def _line(*cells: object) -> str:
@@ -172,31 +167,6 @@ def _dpis_at_three() -> Iterator[str]:
             FOUND[task, "dpis", 3],
         )
         yield _line(name, _measured(dpis), _measured(plain), f"{dpis['paper']:.2f}")
-
-
-def _what_moves_reviews() -> Iterator[str]:
-    records = [r for r in iterate_records(rows_of("iterates")) if r["task"] == "imdb"]
-    found = {r["changed"]: r["last"] for r in records if r["epsilon"] == 4}
-    assert preset_named("paper", "dpsur", "imdb", 4).options["learning_rate"] == 0.02
-    for said, change in (
-        ("twice the learning rate", "learning_rate 0.04"),
-        ("half of it", "learning_rate 0.01"),
-        ("a quarter of it", "learning_rate 0.005"),
-        ("a linear decay", "schedule linear"),
-        ("twice the validation batch", "val_batch_size 256"),
-    ):
-        yield _line(said, f"{found[change] - found['']:+.2f}")
-
-
-def _tempered_on_photographs() -> Iterator[str]:
-    paper = [paper_accuracy()["cifar10", "dpsgd-ts", e] for e in BUDGETS]
-    yield _line("the paper", *shown(".2f", paper))
-    for said, arm in (
-        ("the released commands, at a proven epsilon", "dpsgd-ts"),
-        ("Tramèr and Boneh's settings, their noise at every budget", "dpsgd-ts-fixed"),
-        ("Tramèr and Boneh's settings, their number of updates", "dpsgd-ts-authors"),
-    ):
-        yield _line(said, *shown(".2f", (FOUND["cifar10", arm, e]["mean"] for e in BUDGETS)))
 
 
 def shown(form: str, values: Iterable[float]) -> tuple[str, ...]:

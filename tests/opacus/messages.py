@@ -1,4 +1,4 @@
-"""What loops of users do that is easily refused: some of it works, the rest is told what to write."""
+"""What loops of users do that is easily refused: some works, the rest is told what to write."""
 
 import torch
 import torch.nn.functional as F

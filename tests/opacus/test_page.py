@@ -50,7 +50,8 @@ def table_of_programs() -> str:
         about = text.split('"""')[1].rstrip(".")
         rows.append({"lines": count, "name": f"`{name}`", "about": about})
     rows.sort(key=lambda row: (row["lines"], row["name"]))
-    rows.insert(0, {"lines": 0, "name": ", ".join(unchanged), "about": f"{len(unchanged)} programs"})
+    about = f"{len(unchanged)} programs"
+    rows.insert(0, {"lines": 0, "name": ", ".join(unchanged), "about": about})
     columns = [
         Column("lines", "lines"),
         Column("program", "name"),
