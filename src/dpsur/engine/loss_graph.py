@@ -153,23 +153,38 @@ def check_loss_graph(
 
 def calls_meet(loss: Tensor, cut: Cut) -> bool:
     """Whether outputs of several calls meet in more than a sum: one's gradient then needs both."""
-    made_of: dict[Any, frozenset[int]] = {}  # the calls below a node, where all of it is linear
-    ahead: list[Any] = [loss.grad_fn]
+    made_of: dict[Any, frozenset[int]] = {}  # the calls below, where all that joins them is linear
+    for one in _upwards((loss.grad_fn, loss.output_nr), cut):
+        if one in cut:
+            made_of[one] = frozenset((id(cut[one]),))
+            continue
+        children = [child for child in one[0].next_functions if child[0]]
+        made_of[one] = frozenset().union(*(made_of[child] for child in children))
+        kind = _kind(one[0])
+        scaled = kind in ("Mul", "Div") and len(children) == 1
+        if len(made_of[one]) > 1 and kind not in _LINEAR and not scaled:
+            return True
+    return False
+
+
+def _upwards(top: tuple[Any, int], cut: Cut) -> Iterator[tuple[Any, int]]:
+    """What a graph consists of, each part after those that it is made of; no deep recursion."""
+    ahead, done = [top], set()
     while ahead:
-        node = ahead[-1]
-        children = [one for one in node.next_functions if one[0] is not None]
-        missing = [one[0] for one in children if one not in cut and one[0] not in made_of]
+        one = ahead[-1]
+        children = () if one in cut else one[0].next_functions
+        missing = [child for child in children if child[0] and child not in done]
         if missing:
             ahead += missing
             continue
         ahead.pop()
-        calls = [frozenset((id(cut[one]),)) if one in cut else made_of[one[0]] for one in children]
-        made_of[node] = frozenset().union(*calls)
-        kind = re.sub(r"Backward\d*$", "", node.name())
-        scaled = kind in ("Mul", "Div") and len(children) == 1
-        if len(made_of[node]) > 1 and kind not in _LINEAR and not scaled:
-            return True
-    return False
+        if one not in done:
+            done.add(one)
+            yield one
+
+
+def _kind(node: Any) -> str:
+    return re.sub(r"Backward[012]?$", "", node.name())
 
 
 class _Walk:
@@ -179,29 +194,14 @@ class _Walk:
         self._known: dict[tuple[Any, int], State] = {}
 
     def state(self, node: Any, output: int) -> State:
-        """What a node's output is; nodes are visited once, without deep recursion in Python."""
-        ahead = [(node, output)]
-        while ahead:
-            current = ahead[-1]
-            if current in self._known:
-                ahead.pop()
+        """What a node's output is."""
+        for one in _upwards((node, output), self.cut):
+            if one in self._known:
                 continue
-            if current in self.cut:
-                shape = tuple(current[0]._input_metadata[current[1]].shape)
-                self._known[current] = RecordRows(shape)
-                ahead.pop()
-                continue
-            missing = [
-                (child, number)
-                for child, number in current[0].next_functions
-                if child is not None and (child, number) not in self._known
-            ]
-            if missing:
-                self.refuse_leaf(current[0])
-                ahead += missing
-                continue
-            ahead.pop()
-            self._known[current] = self._apply(*current)
+            if one in self.cut:
+                self._known[one] = RecordRows(tuple(one[0]._input_metadata[one[1]].shape))
+            else:
+                self._known[one] = self._apply(*one)
         return self._known[node, output]
 
     def refuse_leaf(self, node: Any) -> None:
@@ -222,11 +222,8 @@ class _Walk:
 
     def _apply(self, node: Any, output: int) -> State:
         self.refuse_leaf(node)
-        name = node.name().removesuffix("0").removesuffix("1").removesuffix("2")
-        kind = name.removesuffix("Backward")
-        inputs = [
-            self._known[child, number] for child, number in node.next_functions if child is not None
-        ]
+        kind = _kind(node)
+        inputs = [self._known[child] for child in node.next_functions if child[0]]
         if not inputs:
             raise CouplingError(
                 "the loss depends on the model by another way than its outputs, such as an "
@@ -237,8 +234,7 @@ class _Walk:
             return self._of_totals(node, kind, inputs)  # type: ignore[arg-type]
         if not all(isinstance(one, RecordRows) for one in inputs):
             raise self._unknown(node, "a total of the batch together with its rows")
-        rows: list[RecordRows] = inputs  # type: ignore[assignment]
-        return self._of_rows(node, kind, rows, shape)
+        return self._of_rows(node, kind, inputs, shape)  # type: ignore[arg-type]
 
     def _of_totals(self, node: Any, kind: str, inputs: list[Total]) -> Total:
         first = inputs[0]

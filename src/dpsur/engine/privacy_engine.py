@@ -20,7 +20,6 @@ from dpsur.engine.loader import (
     PoissonSampler,
     PrivateLoader,
     TestReader,
-    check_loader,
     plain_loader,
 )
 from dpsur.engine.procedure import FIRST_CLIP_NORM, Mechanism, make_procedure
@@ -43,7 +42,7 @@ from dpsur.errors import (
     NothingReleasedError,
     StepError,
 )
-from dpsur.functional.tree import Params, flatten
+from dpsur.functional.tree import Params, flatten, keep, map_tensors
 from dpsur.mechanism.blocks import released_metrics
 from dpsur.mechanism.gates import BlockGate, CoinGate, Gate, LossGate, Metrics
 from dpsur.mechanism.streams import Streams
@@ -63,6 +62,7 @@ from dpsur.runs.checkpoint import STATE, Checkpoint, Fingerprint
 from dpsur.runs.files import RunFolder, sha256, to_json
 from dpsur.runs.release import NO_ORIGIN, write_release
 
+LEAST: Any = object()  # the noise multiplier that is to be found
 MEMORY, SAVED = "memory", "saved"  # names of tensors in a checkpoint
 
 
@@ -205,9 +205,10 @@ class PrivacyEngine(PrivateLoop):
         checks.one_of("loss_reduction", loss_reduction, ("mean", "sum"))
         if group_size is not None:
             checks.at_least_one("group_size", group_size)
-        checks.number("noise_multiplier", noise_multiplier)
-        if noise_multiplier != 0:
-            checks.positive("noise_multiplier", noise_multiplier)
+        if noise_multiplier is not LEAST:
+            checks.number("noise_multiplier", noise_multiplier)
+            if noise_multiplier != 0:
+                checks.positive("noise_multiplier", noise_multiplier)
         if gate is not None and not isinstance(gate, (LossGate, CoinGate, BlockGate)):
             raise InvalidInputError(
                 f"gate {gate!r} is not a gate; use dpsur.LossGate(loss), CoinGate or BlockGate"
@@ -228,6 +229,9 @@ class PrivacyEngine(PrivateLoop):
         mechanism = Mechanism(
             *(units, max_grad_norm, steps, target_epsilon, delta, gate, metrics, accounting)
         )
+        if noise_multiplier is LEAST:
+            noise_multiplier, mechanism = mechanism.with_noise()
+            gate, metrics = mechanism.gate, mechanism.metrics
         self._ledger, self._mechanism = mechanism.account(noise_multiplier), mechanism
         self._data_ledger = None if ledger is None else DataLedger(ledger)
         if self._data_ledger is None:
@@ -301,48 +305,25 @@ class PrivacyEngine(PrivateLoop):
     def make_private_with_epsilon(
         self,
         *,
-        module: nn.Module,
-        optimizer: Optimizer,
-        data_loader: DataLoader[Any],
         target_epsilon: float,
         target_delta: float,
-        max_grad_norm: float | None = None,
         epochs: int | None = None,
         steps: int | None = None,
-        gate: Gate | None = None,
-        metrics: Metrics | None = None,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, PrivateLoader]:
         """Like `make_private`, with the least noise for which the training fits a budget.
 
-        `epochs` or `steps` says how long the training is; both are fixed here.
+        `epochs` or `steps` says how long the training is; both are fixed here. All other arguments
+        are those of `make_private`.
         """
-        data_loader = plain_loader(data_loader)
-        check_loader(data_loader)
-        of_units = ("groups", "records_per_person", "records", "sampling")
-        units = units_of(
-            data_loader,
-            **{name: options[name] for name in of_units if name in options},
-            plain=gate is None and metrics is None,
-        )
-        planned = planned_steps(epochs, steps, units.length)
-        if planned is None:
+        if epochs is None and steps is None:
             raise InvalidInputError("give epochs or steps: the noise depends on their number")
-        noise, mechanism = Mechanism(
-            *(units, max_grad_norm, planned, target_epsilon, target_delta, gate, metrics),
-            accounting=options.get("accounting"),
-        ).with_noise()
         return self.make_private(
-            module=module,
-            optimizer=optimizer,
-            data_loader=data_loader,
-            noise_multiplier=noise,
-            max_grad_norm=max_grad_norm,
-            steps=planned,
+            noise_multiplier=LEAST,
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            gate=mechanism.gate,
-            metrics=mechanism.metrics,
+            epochs=epochs,
+            steps=steps,
             **options,
         )
 
@@ -485,7 +466,7 @@ class PrivacyEngine(PrivateLoop):
         tensors = {f"{STATE}{name}": value for name, value in flatten(kept).items()}
         more: dict[str, Any] = {"independence": self.independence, "booking": self._booking}
         if self.sets_learning_rate:
-            more["at_rest"] = self._weights.at_rest_to_plain()
+            more["at_rest"] = self._weights.at_rest
         return Checkpoint(self._fingerprint(), ledger, tensors, more).to_plain()
 
     def _fingerprint(self) -> Fingerprint:
@@ -524,7 +505,11 @@ class PrivacyEngine(PrivateLoop):
         except (BudgetError, InvalidInputError) as error:
             raise CheckpointError(f"the state is damaged: {error}") from error
         if self.sets_learning_rate:  # the optimizer that restored weights start with
-            self._weights.load_at_rest(saved.more["at_rest"])
+            self._weights.at_rest = map_tensors(
+                lambda value: value.to(self._watcher.device) if value.dim() else value,
+                saved.more["at_rest"],
+                otherwise=keep,
+            )
         if saved.tensors:
             weights: dict[str, Params] = {}
             for name, value in saved.under(f"{STATE}{SAVED}/").items():

@@ -116,16 +116,12 @@ class Mechanism:
                 return update, replace(self, gate=replace(self.gate, val_noise_multiplier=test))
             assert self.metrics is not None
             return update, replace(self, metrics=replace(self.metrics, noise_multiplier=test))
-        steps = self._planned_steps()
-        request = Request(self._trial, None, count=steps)
+        request = Request(self._trial, None, count=self._planned_steps())
         found = make_plan(request, Budget(self.epsilon, self.delta), self._charges)
         return found.update.noise_multiplier, self
 
     def update(self, noise_multiplier: float) -> SampledGaussian:
         return SampledGaussian(self.units.rate, noise_multiplier, self.units.joining)
-
-    def _trial(self, noise_multiplier: float) -> Trial:
-        return Trial(self.update(noise_multiplier), self.test())
 
     def account(self, noise_multiplier: float) -> Account:
         if not noise_multiplier:
@@ -146,15 +142,16 @@ class Mechanism:
             return Account.from_plan(
                 repeated_plan(budget, EVERY_TRIAL, Trial(NonPrivate()), self.steps)
             )
-        trial = self._trial(noise_multiplier)
-        epsilon, delta = self.epsilon, self.delta
         plan = self._plan_of_blocks(noise_multiplier)
         if plan is not None:
             return Account.from_plan(plan)
+        trial, epsilon, delta = self._trial(noise_multiplier), self.epsilon, self.delta
         if self.charges_accepted:
-            steps = self._planned_steps()
             return Account.for_updates(
-                trial, steps, delta=delta, epsilon=epsilon, accounting=self._charges
+                *(trial, self._planned_steps()),
+                delta=delta,
+                epsilon=epsilon,
+                accounting=self._charges,
             )
         if self.steps is not None:
             if epsilon is None:  # what is planned is the budget
@@ -163,6 +160,9 @@ class Mechanism:
         if epsilon is not None:
             return Account.for_budget(epsilon, delta, trial)
         return Account.without_limit(delta)
+
+    def _trial(self, noise_multiplier: float) -> Trial:
+        return Trial(self.update(noise_multiplier), self.test())
 
     def _planned_steps(self) -> int:
         if self.steps is None:
@@ -232,30 +232,25 @@ def make_procedure(
     reader: TestReader,
 ) -> Procedure:
     """The procedure of `fit` with the same gate, on the weights of a module."""
-    gate, metrics = mechanism.gate, mechanism.metrics
-    updates = ModuleUpdates(
-        weights, ModuleGradient(watcher, update, mechanism.units.rate * mechanism.units.size)
-    )
+    gate, metrics, size = mechanism.gate, mechanism.metrics, mechanism.units.size
+    updates = ModuleUpdates(weights, ModuleGradient(watcher, update, mechanism.units.rate * size))
     if isinstance(gate, BlockGate):
         assert plan is not None
         evaluation = Evaluation(watcher, criterion, gate.outputs, gate.losses)
+        tests = ModelTests(evaluation, reader, plan.test, size)
         rule = _rule_of(gate, weights.optimizer, mechanism.max_grad_norm)
         weights.rates, weights.at_rest = Rates(weights.optimizer), weights.copy_optimizer()
-        return RateSearchTraining(
-            plan, updates, ModelTests(evaluation, reader, plan.test, mechanism.units.size), rule
-        )
+        return RateSearchTraining(plan, updates, tests, rule)
     if metrics is not None:
         assert plan is not None
-        evaluation = Evaluation(watcher, criterion, metrics.outputs)
-        tests = ModelTests(evaluation, reader, plan.test, mechanism.units.size)
+        tests = ModelTests(Evaluation(watcher, criterion, metrics.outputs), reader, plan.test, size)
         return MeasuredTraining(plan, updates, tests, metrics.patience)
     if gate is None:
         return Selective(updates, AlwaysAccept(), in_place=True)
-    loss, test = gate.loss, mechanism.test()
+    test = mechanism.test()
     assert test is not None
-    if loss is None:
-        loss = Evaluation(watcher, criterion).mean_loss
-    clip = gate.resolve(mechanism.units.size).loss_clip if isinstance(gate, LossGate) else None
+    loss = Evaluation(watcher, criterion).mean_loss if gate.loss is None else gate.loss
+    clip = gate.resolve(size).loss_clip if isinstance(gate, LossGate) else None
     test_gate = CandidateTest(watcher, reader, loss, test, make_rule(test, clip or 0.0))
     return Selective(replace(updates, undoes=True), test_gate, in_place=True)
 

@@ -114,7 +114,14 @@ def make_private_optimizer(optimizer: Optimizer, engine: "PrivateLoop") -> Optim
     private.step.hooked = True  # type: ignore[attr-defined]
     _wrap_schedulers(LRScheduler)
     if getattr(wrapped, "_wrapped_by_lr_sched", False):
-        _let_schedulers_know(optimizer)
+        private_step = optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # before a scheduler's step
+            return private_step(*args, **kwargs)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = step  # type: ignore[method-assign]
     return optimizer
 
 
@@ -137,18 +144,6 @@ def _wrap_schedulers(kind: type[LRScheduler]) -> None:
         kind.step = step  # type: ignore[method-assign]
     for child in kind.__subclasses__():
         _wrap_schedulers(child)
-
-
-def _let_schedulers_know(optimizer: Optimizer) -> None:
-    """Wrap the step as schedulers do, so that they know that it was called before theirs."""
-    private = optimizer.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        return private(*args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step  # type: ignore[method-assign]
 
 
 @dataclass
@@ -335,8 +330,15 @@ class TrainedModule:
         with torch.no_grad(), precision(tf32=False):
             for tape in tapes:
                 tape.carry_back()
-        if keep is None or totals is not None:  # else a record of zeros may stand in
-            check_all_used(*tapes)
+        # else a record of zeros may stand in
+        if (keep is None or totals is not None) and not any(tape.incomplete for tape in tapes):
+            used = {name for tape in tapes for name, kept in tape.contributions.items() if kept}
+            missing = next((name for name in tapes[0].params if name not in used), None)
+            if missing is not None:
+                raise StepError(
+                    f"parameter {missing} took no part in the loss, so noise alone would train it; "
+                    "freeze it with requires_grad_(False) before make_private"
+                )
         sums: Params = {}
         for tape in tapes:
             for name, total in clip_tape(
@@ -365,12 +367,10 @@ class TrainedModule:
         sums = self.sums
         self.forget()
         sums.add(0, sums.captured or {})
-        return {
-            name: found
-            if (found := sums.params.get(name)) is not None
-            else torch.zeros_like(value.detach())
-            for name, value in self.trained.items()
-        }
+        for name, value in self.trained.items():
+            if name not in sums.params:
+                sums.params[name] = torch.zeros_like(value.detach())
+        return {name: sums.params[name] for name in self.trained}
 
     def check_interrupted(self) -> None:
         if self.sums.replaying:
@@ -383,32 +383,13 @@ class TrainedModule:
         self.sums, self.calls = Sums(), []
 
 
-def check_all_used(*tapes: Tape) -> None:
-    if any(tape.incomplete for tape in tapes):
-        return
-    used = {name for tape in tapes for name, kept in tape.contributions.items() if kept}
-    missing = next((name for name in tapes[0].params if name not in used), None)
-    if missing is not None:
-        raise StepError(
-            f"parameter {missing} took no part in the loss, so noise alone would train it; "
-            "freeze it with requires_grad_(False) before make_private"
-        )
-
-
-@dataclass(frozen=True)
-class OptimizerCopy:
-    """The state of an optimizer, and the settings of its groups."""
-
-    state: Mapping[Any, Any]
-    groups: Sequence[Mapping[str, Any]]
-
-
 class ModuleWeights:
     """Parameters and buffers of a module and of modules that follow it, and the optimizer.
 
     Attributes:
         rates: sets the learning rate, where that is not up to the loop.
-        at_rest: then, the optimizer before the first update, which restored weights start with.
+        at_rest: then, a copy of the optimizer before the first update, which restored weights start
+            with.
     """
 
     def __init__(
@@ -416,7 +397,7 @@ class ModuleWeights:
     ) -> None:
         self.module, self.optimizer, self._followers = module, optimizer, followers
         self.rates: Rates | None = None
-        self.at_rest: OptimizerCopy | None = None
+        self.at_rest: dict[str, Any] | None = None
 
     def live(self) -> Params:
         found: Params = {}
@@ -436,20 +417,29 @@ class ModuleWeights:
         for value in self.module.parameters():
             value.grad = None
 
-    def copy_optimizer(self) -> OptimizerCopy:
-        state = {key: copy.deepcopy(value) for key, value in self.optimizer.state.items()}
-        groups = [
-            {name: copy.copy(value) for name, value in group.items() if name != "params"}
-            for group in self.optimizer.param_groups
-        ]
-        return OptimizerCopy(state, groups)
+    def copy_optimizer(self) -> dict[str, Any]:
+        """State and settings of the groups, as a checkpoint holds them: parameters by number."""
+        numbers = {value: number for number, value in enumerate(self._optimized())}
+        state = self.optimizer.state.items()
+        return {
+            "optimizer": {numbers.get(key, key): copy.deepcopy(held) for key, held in state},
+            "groups": [
+                {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+                for group in self.optimizer.param_groups
+            ],
+        }
 
-    def write_optimizer(self, saved: OptimizerCopy) -> None:
-        values = copy.deepcopy(list(saved.state.values()))
+    def write_optimizer(self, saved: Mapping[str, Any]) -> None:
+        saved, parameters = copy.deepcopy(saved), self._optimized()
         self.optimizer.state.clear()
-        self.optimizer.state.update(zip(saved.state, values, strict=True))
-        for group, settings in zip(self.optimizer.param_groups, saved.groups, strict=True):
-            group.update({name: copy.copy(value) for name, value in settings.items()})
+        for number, held in saved["optimizer"].items():
+            key = parameters[number] if isinstance(number, int) else number
+            self.optimizer.state[key] = held
+        for group, settings in zip(self.optimizer.param_groups, saved["groups"], strict=True):
+            group.update(settings)
+
+    def _optimized(self) -> list[Any]:
+        return [value for group in self.optimizer.param_groups for value in group["params"]]
 
     def undo(self) -> Callable[[], None]:
         """What puts everything back as it is now."""
@@ -461,31 +451,6 @@ class ModuleWeights:
 
         return back
 
-    # --- checkpoints ------------------------------------------------------------------------------
-
-    def at_rest_to_plain(self) -> dict[str, Any]:
-        """Plain values and tensors; parameters by their number in the order of the groups."""
-        assert self.at_rest is not None
-        numbers = {value: number for number, value in enumerate(self._optimized())}
-        state = {numbers[key]: dict(value) for key, value in self.at_rest.state.items()}
-        return {"optimizer": state, "groups": [dict(group) for group in self.at_rest.groups]}
-
-    def load_at_rest(self, values: Mapping[str, Any]) -> None:
-        parameters = self._optimized()
-        state = {
-            parameters[number]: {
-                name: value.to(parameters[number].device)
-                if isinstance(value, Tensor) and value.dim()  # counts stay where they are
-                else copy.deepcopy(value)
-                for name, value in held.items()
-            }
-            for number, held in values["optimizer"].items()
-        }
-        self.at_rest = OptimizerCopy(state, copy.deepcopy(list(values["groups"])))
-
-    def _optimized(self) -> list[Any]:
-        return [value for group in self.optimizer.param_groups for value in group["params"]]
-
 
 class Rates:
     """The learning rates of an optimizer whose groups keep their ratios."""
@@ -494,6 +459,7 @@ class Rates:
         if any("initial_lr" in group for group in optimizer.param_groups):
             raise InvalidInputError(SCHEDULED.format("a learning-rate scheduler"))
         self._optimizer = optimizer
+        self._set: list[float] | None = None  # what they were set to, since weights were restored
         rates = self._now()
         if not max(rates) > 0 or not all(math.isfinite(rate) and rate >= 0 for rate in rates):
             raise InvalidInputError(
@@ -501,7 +467,6 @@ class Rates:
                 "so give at least one group a rate above zero"
             )
         self._ratios = [rate / max(rates) for rate in rates]
-        self._set: list[float] | None = None
 
     def _now(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
