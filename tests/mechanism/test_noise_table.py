@@ -5,7 +5,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 
 from dpsur.mechanism import noise_table
@@ -180,20 +179,6 @@ def test_further_bits_decide_as_often_as_they_should(monkeypatch):
     expected = [count * share for share in kinds.values()]
     seen = [int((found == kind).sum()) for kind in kinds]
     assert stats.chisquare(seen, expected).pvalue > 1e-6
-    there = tuple(
-        torch.from_numpy(part.view(kind)) for part, kind in ((entries, "i4"), (rest, "i8"))
-    )
-    monkeypatch.setattr(random_numbers, "table_on", lambda _: there)
-    words = torch.from_numpy(halves.view(np.int64))[: 2**9]
-    monkeypatch.setattr(random_numbers.torch, "nonzero_static", all_found)
-    by_tensors = random_numbers.noise_of(
-        key.on(torch.device("cpu")), torch.tensor(1), (3, 0, 0), words
-    )
-    assert torch.equal(by_tensors, torch.from_numpy(found[: 2**9]).double())
-
-
-def all_found(mask, *, size, fill_value):
-    return mask.nonzero()
 
 
 def test_the_largest_noise_is_far_out():

@@ -12,7 +12,7 @@ import torch
 
 from dpsur.mechanism import noise_table
 from dpsur.mechanism import streams as random_numbers
-from dpsur.mechanism.streams import Key, draw_words
+from dpsur.mechanism.streams import Key
 
 CPU = torch.device("cpu")
 KEYS = {"chacha": Key(bytes(range(32))), "philox": Key(bytes(range(16)))}
@@ -67,26 +67,9 @@ def test_a_draw_ends_with_the_counter():
             draw(10, normal=normal)
 
 
-FIRST = {"chacha": [0, 5, 2**29 - 20_000], "philox": [0, 5, 2**31 + 7]}
-PLACES = [(name, first) for name in FIRST for first in FIRST[name]]
-
-
 def on_cpu(key, step, first, blocks, *, normal):
     place = (3, 1, first * key.block)
     return random_numbers._on_cpu(key, step, place, key.block * blocks, normal=normal)
-
-
-@pytest.mark.parametrize("step", [77, 2**40 + 3])
-@pytest.mark.parametrize(("name", "first"), PLACES)
-def test_integer_operations_give_the_words_of_the_libraries(name, first, step):
-    """What a GPU without a compiler computes is what a CPU draws."""
-    key, blocks = KEYS[name], 20_000
-    words, there = key.on(CPU), torch.tensor(step)
-    found = draw_words(words, there, (3, 1), torch.arange(blocks) + first)
-    expected = on_cpu(key, step, first, blocks, normal=False)
-    assert torch.equal(random_numbers._as_uniform(found), expected)
-    noise = random_numbers.noise_of(words, there, (3, 1, first), found)
-    assert torch.equal(noise, on_cpu(key, step, first, blocks, normal=True))
 
 
 @pytest.fixture(scope="module", params=["chacha", "philox"])
@@ -175,7 +158,8 @@ def test_a_gpu_draws_the_same_numbers(compiled, first, name, monkeypatch):
     key, gpu = KEYS[name], torch.device("cuda")
     for normal in (False, True):
         here = on_cpu(key, 9, first, 20_000, normal=normal)
-        there = random_numbers._on_cuda(key, 9, (3, 1, first), 20_000, gpu, normal=normal).cpu()
+        address, count = (3, 1, first * key.block), 20_000 * key.block
+        there = random_numbers.draw(key, 9, address, count, gpu, normal=normal).cpu()
         assert torch.equal(there, here)
     values = torch.linspace(-1, 1, 100_003)
     here = random_numbers.add_normal(key, 9, (3, 1, 0), values, 0.3)

@@ -15,8 +15,8 @@ turns an address into 64-bit words:
 
 A block of 8 words (Philox: 4) belongs to one counter; a word gives one uniform number of 53 bits or
 one number of noise, an integer (`mechanism/noise_table.py`). The bits are the same on a CPU and on
-CUDA: on a CPU OpenSSL and NumPy compute the words, on CUDA a kernel, and integer operations of
-PyTorch where no kernel can be compiled.
+CUDA: on a CPU OpenSSL and NumPy compute the words, on CUDA a kernel. Where none can be compiled, as
+by torch before 2.8, the CPU draws for the GPU.
 """
 
 import hashlib
@@ -111,6 +111,11 @@ class Streams:
     def at(self, step: int | Tensor) -> "Draws":
         """The draws of a step: `SETUP`, or the number of the trial from 1."""
         return Draws(self, step)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device itself draws, as a captured trial must."""
+        return self.device.type != "cuda" or self.key.kernel("draw", self.device) is not None
 
     def counts_below(self, bound: float, count: int, purpose: str, steps: range) -> list[int]:
         """How many of the first so many uniform draws of each step are below a bound.
@@ -227,17 +232,6 @@ class Stream:
 
 # --- draws by address ---------------------------------------------------------------------------
 
-_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
-_INCREMENTS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
-_ROUNDS = 10  # of Philox; of ChaCha20 as many double rounds
-_CONSTANTS = struct.unpack("<4I", b"expand 32-byte k")
-# Which words of the state a quarter round of ChaCha20 mixes: first columns, then diagonals.
-_QUARTERS = (
-    *((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)),
-    *((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14)),
-)
-_HALF = 0xFFFFFFFF
-_SIGN = -(2**63)
 _UNIT = 2.0**-53
 _EXPONENT = 0x433 << 52  # of 2^52: with it, the bits of an integer n are those of 2^52 + n
 # Words that are worked on at once on a CPU: what fits its caches is faster.
@@ -531,10 +525,16 @@ def draw(
     first, skipped = divmod(offset, key.block)
     blocks = -(-(skipped + count) // key.block)
     _check_blocks(key, first + blocks, normal=normal)
-    if device.type == "cuda":
-        found = _on_cuda(key, step, (purpose, rank, first), blocks, device, normal=normal)
-        return found[skipped : skipped + count]
-    return _on_cpu(key, int(step), address, count, normal=normal).to(device)
+    kernel = key.kernel("draw", device) if device.type == "cuda" else None
+    if kernel is None:  # without a compiler the host draws for a GPU too
+        return _on_cpu(key, int(step), address, count, normal=normal).to(device)
+    # nothing waits for the device, and a step on the device can be replayed
+    found = torch.empty(key.block * blocks, dtype=torch.float64, device=device)
+    if blocks:
+        place = (purpose, rank, *_two_halves(first))
+        given = [key.on(device), _on_device(step, device), found, *table_on(device)]
+        _launch(kernel, blocks, [*given, *place, blocks, int(normal)], device)
+    return found[skipped : skipped + count]
 
 
 def _check_blocks(key: Key, end: int, *, normal: bool) -> None:
@@ -653,31 +653,6 @@ def _noise(key: Key, step: int, address: Address, words: _Words) -> _Numbers:
     return noise
 
 
-def _on_cuda(
-    key: Key,
-    step: int | Tensor,
-    address: Address,
-    blocks: int,
-    device: torch.device,
-    *,
-    normal: bool,
-) -> Tensor:
-    """By a kernel; nothing waits for the device, and a step on the device can be replayed."""
-    purpose, rank, first = address
-    step, words = _on_device(step, device), key.on(device)
-    kernel = key.kernel("draw", device)
-    if kernel is None:
-        block = torch.arange(blocks, device=device, dtype=torch.int64) + first
-        drawn = draw_words(words, step, (purpose, rank), block)
-        return noise_of(words, step, address, drawn) if normal else _as_uniform(drawn)
-    found = torch.empty(key.block * blocks, dtype=torch.float64, device=device)
-    if blocks:
-        place = (purpose, rank, *_two_halves(first))
-        given = [words, step, found, *table_on(device), *place, blocks, int(normal)]
-        _launch(kernel, blocks, given, device)
-    return found
-
-
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
@@ -692,87 +667,3 @@ def _two_halves(word: int) -> tuple[int, int]:
     """The lower and the upper 32 bits, as a kernel takes them: with a sign."""
     low, high = struct.unpack("<ii", struct.pack("<Q", word))
     return low, high
-
-
-def draw_words(key: Tensor, step: Tensor, place: tuple[int, int], block: Tensor) -> Tensor:
-    """The words of some blocks by integer operations of PyTorch, on any device.
-
-    `place` is the purpose and the rank; the key says which generator it is.
-    """
-    purpose, rank = place
-    if 8 * len(key) == SEEDED_KEY_BYTES:
-        return _philox_words(key, step, purpose, rank, block)
-    # Halves of words are kept in int64, which has no sign to mind.
-    halves = torch.stack([key & _HALF, (key >> 32) & _HALF], dim=1).view(-1)
-    last = [block, purpose | rank << 16, step & _HALF, (step >> 32) & _HALF]
-    start = [torch.zeros_like(block) + half for half in (*_CONSTANTS, *halves, *last)]
-    state = list(start)
-    for _ in range(_ROUNDS):
-        for a, b, c, d in _QUARTERS:
-            for x, y, z, by in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
-                state[x] = (state[x] + state[y]) & _HALF
-                turned = state[z] ^ state[x]
-                state[z] = ((turned << by) | (turned >> (32 - by))) & _HALF
-    ends = [(one + other) & _HALF for one, other in zip(state, start, strict=True)]
-    words = [low | high << 32 for low, high in zip(ends[::2], ends[1::2], strict=True)]
-    return torch.stack(words, dim=1).view(-1)
-
-
-def _philox_words(key: Tensor, step: Tensor, purpose: int, rank: int, block: Tensor) -> Tensor:
-    c0 = block + 1
-    c1, c2 = torch.full_like(c0, rank), torch.full_like(c0, purpose)
-    c3 = torch.zeros_like(c0) + step
-    k0, k1 = key[0], key[1]
-    for _ in range(_ROUNDS):
-        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + _as_int64(_INCREMENTS[0]), k1 + _as_int64(_INCREMENTS[1])
-    return torch.stack([c0, c1, c2, c3], dim=1).view(-1)
-
-
-def noise_of(key: Tensor, step: Tensor, address: Address, words: Tensor) -> Tensor:
-    """A number of noise for each word, as `_noise`, on any device and without waiting for it.
-
-    The last number of the address is the first block. There is room for more than a hundred
-    standard deviations more numbers that need further bits than are expected.
-    """
-    purpose, rank, first = address
-    entries, rest = table_on(key.device)
-    halves = torch.stack([(words >> 32) & _HALF, words & _HALF], dim=1).view(-1)
-    columns, bits = halves >> LIMIT_BITS, halves & 2**LIMIT_BITS - 1
-    entry = entries[columns].long() & _HALF
-    limits, alias = entry >> BITS, entry & 2**BITS - 1
-    stays = bits < limits
-    room = min(len(halves), len(halves) // 2**10 + 64)
-    places = torch.nonzero_static(bits == limits, size=room, fill_value=0)[:, 0]
-    numbers = places // 2 + first * 2 * len(key)
-    further = draw_words(key, step, (purpose | _FURTHER, rank), numbers)
-    further = further.view(len(places), -1)[:, :4].reshape(-1, 2, 2)
-    mine = further[torch.arange(len(places), device=key.device), places % 2]
-    limit = rest[columns[places]]
-    mine, limit = mine ^ _SIGN, limit ^ _SIGN  # compared as numbers without a sign
-    below = (mine[:, 0] < limit[:, 0]) | ((mine[:, 0] == limit[:, 0]) & (mine[:, 1] < limit[:, 1]))
-    found = stays[places] | ((bits == limits)[places] & below)
-    stays[places] = found
-    drawn = torch.where(stays, columns, alias) - CENTRE
-    return (drawn[::2] * FACTOR + drawn[1::2]).double()
-
-
-def _as_uniform(words: Tensor) -> Tensor:
-    return ((words >> 11) & (2**53 - 1)).double() * _UNIT
-
-
-def _multiply(value: Tensor, by: int) -> tuple[Tensor, Tensor]:
-    """The upper and the lower half of a product of two words."""
-    mask = _HALF
-    low, high = value & mask, (value >> 32) & mask
-    by_low, by_high = by & mask, by >> 32
-    first, second, third = low * by_low, high * by_low, low * by_high
-    middle = ((first >> 32) & mask) + (second & mask) + (third & mask)
-    upper = high * by_high + ((second >> 32) & mask) + ((third >> 32) & mask) + (middle >> 32)
-    return upper, value * _as_int64(by)
-
-
-def _as_int64(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word

@@ -226,6 +226,8 @@ class Session:
             return None, several if self.config.performance.capture else "capture is switched off"
         if self.config.intervals.replayable:
             return None, "the run is replayable, and keeps its state after every update"
+        if not self.streams.on_device:
+            return None, "no kernel that draws random numbers can be compiled here"
         # the rates at which a typical trial draws its batches
         if isinstance(self.method, Nonprivate) and self.method.batch_size is not None:
             rates = [self.method.batch_size / len(self.problem.train)]
