@@ -26,6 +26,7 @@ from dpsur.engine.loader import (
 )
 from dpsur.errors import CouplingError, InvalidInputError, StepError, UnsupportedModelError
 from dpsur.functional import tree
+from dpsur.mechanism.cuda_graphs import waiting_raises
 
 CLIP = 0.7
 
@@ -660,3 +661,14 @@ def test_tensors_are_read_by_index_like_one_record_after_the_other(opacus):
                     optimizer.step()
         found.append([value.detach().clone() for value in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_step_on_tensors_of_the_device_waits_for_nothing():
+    data = TensorDataset(*(value.cuda() for value in records().tensors))
+    engine, _, _, loader = private(network().cuda(), data, batch_size=len(data), epochs=8)
+    step = engine.private_step(cross_entropy)
+    for epoch in range(8):
+        with waiting_raises() if epoch > 4 else nullcontext():  # the first ones capture
+            for batch in loader:
+                step(batch)

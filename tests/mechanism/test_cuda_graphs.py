@@ -1,5 +1,7 @@
 """Two pieces of work beside each other: on the CPU in turn, on CUDA at the same time."""
 
+import gc
+
 import pytest
 import torch
 
@@ -69,3 +71,32 @@ def test_streams_have_companions_of_their_own():
         with torch.cuda.stream(stream):
             run_concurrently(device, lambda: seen.append(torch.cuda.current_stream()), lambda: None)
     assert len({*streams, *seen}) == 6
+
+
+@pytest.mark.gpu
+def test_a_graph_that_nobody_needs_any_more_does_not_end_the_capture_of_another():
+    device, values = torch.device("cuda"), torch.zeros(3, device="cuda")
+
+    class Holder:
+        pass
+
+    def work():
+        for _ in range(100):
+            [Holder()]  # enough new objects for a collection
+        values.add_(1)
+
+    capture_graph(work, device)
+    thresholds = gc.get_threshold()
+    try:
+        gc.collect()
+        one = Holder()
+        one.replay, one.itself = capture_graph(work, device), one  # only a collection frees it
+        del one
+        gc.set_threshold(1)
+        replay = capture_graph(work, device)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert gc.isenabled()
+    values.zero_()
+    replay()
+    assert values.tolist() == [1, 1, 1]

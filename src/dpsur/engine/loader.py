@@ -384,7 +384,13 @@ class TensorRows(TensorDataset):
     """A `TensorDataset` whose batches are read by index: one read, not one for each record."""
 
     def __getitems__(self, rows: list[int]) -> list[Any]:
-        return JoinedRows(tensor[rows] for tensor in self.tensors) if rows else []
+        if not rows:
+            return []
+        # A list as index, or one on another device, would wait for all work of the GPU. Memory
+        # that is not pinned has been read when the copy returns.
+        index = torch.tensor(rows, device="cpu")
+        moved = {one: index.to(one, non_blocking=True) for one in {each.device for each in self.tensors}}
+        return JoinedRows(tensor[moved[tensor.device]] for tensor in self.tensors)
 
 
 class PoissonSampler(Sampler[list[Any]]):

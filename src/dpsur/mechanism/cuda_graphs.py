@@ -3,6 +3,7 @@
 What two functions do beside each other becomes two branches of the graph.
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,13 +73,25 @@ def capture_graphs(
         for function in functions:
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, stream=stream, pool=pool):
+                with _nothing_collected(), torch.cuda.graph(graph, stream=stream, pool=pool):
                     function()
             except BaseException:
                 _after_failure(outer, device)
                 raise
             replays.append(graph.replay)
     return replays
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keep the garbage collector from a capture: a graph of before that it frees would end it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def fill(place: Tensor, values: Tensor, count: int) -> Tensor:
