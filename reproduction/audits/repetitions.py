@@ -1,13 +1,18 @@
 """From repetitions with and without a record to a lower bound on epsilon."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
+from scipy.special import betaincinv
 
-from dpsur.audits.bounds import Array, Direction, epsilon_of_counts
+from dpsur.audits.bounds import Array
+from dpsur.audits.training import ONE_RUN, ceiling
 from dpsur.errors import InvalidInputError
 
+Direction = Literal["add", "remove"]
 THRESHOLDS = 400
 # The event is chosen on this share of the runs, by bounds of this error: a strict one keeps the
 # choice away from events so rare that they look better than they are.
@@ -105,3 +110,47 @@ def _best_event(with_record: Array, without_record: Array, delta: float) -> Even
             best_epsilon = float(found[place])
             best = Event(direction, float(thresholds[place]))
     return best
+
+
+def proportion_lower(hits: Array, trials: int, error: float) -> Array:
+    """Clopper-Pearson: exceeds the true probability with probability at most `error`."""
+    hits = np.asarray(hits, dtype=np.float64)
+    inside = np.maximum(hits, 1.0)
+    bound = betaincinv(inside, trials - inside + 1.0, error)
+    return np.asarray(np.where(hits > 0, bound, 0.0))
+
+
+def proportion_upper(hits: Array, trials: int, error: float) -> Array:
+    """Clopper-Pearson: falls below the true probability with probability at most `error`."""
+    return 1.0 - proportion_lower(trials - np.asarray(hits, dtype=np.float64), trials, error)
+
+
+def epsilon_of_counts(
+    likelier: Array, rarer: Array, trials: int, delta: float, error: float
+) -> Array:
+    """Epsilon by how often an event was seen in two worlds, each proportion with its own error."""
+    excess = proportion_lower(likelier, trials, error) - delta
+    rare = proportion_upper(rarer, trials, error)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(excess > 0, np.log(np.maximum(excess, 1e-300) / rare), -math.inf)
+
+
+def largest_bound(repetitions: int, delta: float, confidence: float) -> float:
+    """The bound if all counted runs show the event with the record, and none without."""
+    error = (1 - confidence) / 2
+    found = epsilon_of_counts(np.array([repetitions]), np.zeros(1), repetitions, delta, error)
+    return max(0.0, float(found[0]))
+
+
+def most_shown(finding: Mapping[str, Any]) -> float | None:
+    """The lower bound if every run or guess had spoken for it; None where a law was computed.
+
+    `finding` is a row of `Finding`. Where this is below the claim, and there is no p-value, the
+    audit could not have contradicted it.
+    """
+    details = finding["details"]
+    if finding["audit"] == ONE_RUN:
+        return ceiling(finding)
+    if "repetitions" in details:
+        return largest_bound(details["repetitions"], finding["delta"], finding["confidence"])
+    return None

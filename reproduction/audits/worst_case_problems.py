@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpsur.audits.bounds import Array, Direction
+from dpsur.audits.bounds import Array
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.privacy.events import CoinTest
 from reproduction.audits.exact import Instance, Setting, composed_delta, one_update
+from reproduction.audits.repetitions import Direction
 
 Loss = Callable[[Any], Any]
 

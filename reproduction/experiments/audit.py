@@ -9,7 +9,7 @@ from dpsur import figure_style as style
 from dpsur.attacks.suite import as_seen_by
 from dpsur.audits.bounds import CONTRADICTED, Finding
 from dpsur.audits.canaries import gradient_canaries
-from dpsur.audits.training import ONE_RUN, ceiling
+from dpsur.audits.training import ONE_RUN
 from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.methods import Dpsgd, DpsgdHf, Dpsur
 from dpsur.methods.gradient_method import GradientMethod
@@ -21,6 +21,7 @@ from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.audits.mechanism import EXACT_ONLY, UNITS, audit_exactly, audit_unit
 from reproduction.audits.negative_controls import FAULTS, SOUND, Fault, audit_broken_training
 from reproduction.audits.repeated import PLACES, TINY, audit_repeated
+from reproduction.audits.repetitions import most_shown
 from reproduction.base import Cell, OneByOne, Options, Row
 from reproduction.methods import Dpagd, Dpis, DpsgdTs
 
@@ -177,7 +178,7 @@ class Audit(OneByOne):
             Column("verdict", "verdict"),
         ]
         records = [
-            {**finding, "verdict": _marked(finding["verdict"]), "most": ceiling(finding)}
+            {**finding, "verdict": _marked(finding["verdict"]), "most": most_shown(finding)}
             for row in rows
             for finding in row["findings"]
         ]

@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 from scipy.stats import binom, norm
 
-from dpsur.audits.bounds import largest_bound, proportion_lower, proportion_upper
 from dpsur.errors import InvalidInputError
-from reproduction.audits.repetitions import epsilon_lower_bound
+from reproduction.audits.repetitions import (
+    epsilon_lower_bound,
+    largest_bound,
+    proportion_lower,
+    proportion_upper,
+)
 
 TRIALS, ERROR = 30, 0.05
 PROBABILITIES = np.linspace(0.01, 0.99, 99)

@@ -26,48 +26,17 @@ result for R_0 + H_0 exceeds r/m, the supposition was wrong.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.special import betaincinv, ndtr, ndtri
+from scipy.special import ndtr, ndtri
 from scipy.stats import binom
 
 from dpsur.errors import InvalidInputError
 
 Array = NDArray[np.float64]
-Direction = Literal["add", "remove"]
-
-
-def proportion_lower(hits: Array, trials: int, error: float) -> Array:
-    """Clopper-Pearson: exceeds the true probability with probability at most `error`."""
-    hits = np.asarray(hits, dtype=np.float64)
-    inside = np.maximum(hits, 1.0)
-    bound = betaincinv(inside, trials - inside + 1.0, error)
-    return np.asarray(np.where(hits > 0, bound, 0.0))
-
-
-def proportion_upper(hits: Array, trials: int, error: float) -> Array:
-    """Clopper-Pearson: falls below the true probability with probability at most `error`."""
-    return 1.0 - proportion_lower(trials - np.asarray(hits, dtype=np.float64), trials, error)
-
-
-def epsilon_of_counts(
-    likelier: Array, rarer: Array, trials: int, delta: float, error: float
-) -> Array:
-    """Epsilon by how often an event was seen in two worlds, each proportion with its own error."""
-    excess = proportion_lower(likelier, trials, error) - delta
-    rare = proportion_upper(rarer, trials, error)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(excess > 0, np.log(np.maximum(excess, 1e-300) / rare), -math.inf)
-
-
-def largest_bound(repetitions: int, delta: float, confidence: float) -> float:
-    """The bound if all counted runs show the event with the record, and none without."""
-    error = (1 - confidence) / 2
-    found = epsilon_of_counts(np.array([repetitions]), np.zeros(1), repetitions, delta, error)
-    return max(0.0, float(found[0]))
 
 
 CONTRADICTED = "contradicted"

@@ -10,7 +10,6 @@ Both are ordinary records to the training: they are sampled, clipped and tested 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,14 +39,8 @@ class CanaryProblem:
     scores: Callable[[Problem, Params], Tensor]
 
 
-class Planter(Protocol):
-    """Plants canaries into a problem."""
-
-    def __call__(
-        self, model: nn.Module, loss: LossFunction, train: Examples, generator: torch.Generator
-    ) -> CanaryProblem:
-        """Toss the coins and add what they say."""
-        ...
+# Tosses the coins and adds what they say to a model, a loss and records.
+Planter = Callable[[nn.Module, LossFunction, Examples, torch.Generator], CanaryProblem]
 
 
 class WithCanaries(nn.Module):

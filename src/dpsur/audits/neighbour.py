@@ -10,8 +10,7 @@ more than is charged. It is a check of the updates that were made, on this model
 it proves nothing of others. What a gate decides is not part of an update, and is charged apart.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -109,15 +108,9 @@ def _proposed(session: Session, progress: Progress, draws: Draws, see: See) -> C
     position = torch.tensor(
         session.plan.position(progress.ledger), device=progress.state.updates.device
     )
-    with _seen_by(see):
-        return session.procedure.propose(progress.state, draws, position)
-
-
-@contextmanager
-def _seen_by(see: See) -> Iterator[None]:
     token = gaussian.before_noise.set(see)
     try:
-        yield
+        return session.procedure.propose(progress.state, draws, position)
     finally:
         gaussian.before_noise.reset(token)
 

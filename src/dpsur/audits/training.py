@@ -13,12 +13,10 @@ from dpsur.audits.bounds import (
     claimed_curve,
     epsilon_of_guesses,
     gaussian_epsilon_of_guesses,
-    largest_bound,
     tail_probability_under,
 )
 from dpsur.audits.canaries import Planter
 from dpsur.config import RunConfig
-from dpsur.errors import InvalidInputError
 from dpsur.functional.persons import Groups, record_loss
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
@@ -83,8 +81,7 @@ def audit_training(
     `change` replaces what runs, but not what is claimed: a test breaks a training with it, to see
     that the audit notices.
     """
-    if not 0 < confidence < 1:
-        raise InvalidInputError(f"confidence must be in (0, 1), got {confidence}")
+    checks.probability("confidence", confidence)
     checks.non_negative("seed", seed)
     coins = torch.Generator().manual_seed(seed)
     planted = planter(model, loss, train, coins)
@@ -144,30 +141,11 @@ def audit_training(
     )
 
 
-def ceiling(finding: Mapping[str, Any]) -> float | None:
-    """The lower bound if every run or guess had spoken for it; None where a law was computed.
-
-    Where it is below the claim, the audit could not have contradicted it.
-
-    `finding` is a row of `Finding`.
-    """
-    details, delta, confidence = finding["details"], finding["delta"], finding["confidence"]
-    if finding["audit"] == ONE_RUN:
-        tried = details["guesses"]
-        each = each_confidence(confidence, len(tried))
-        return max(
-            epsilon_of_guesses(details["canaries"], made, made, delta, each) for made, _ in tried
-        )
-    if "repetitions" in details:
-        return largest_bound(details["repetitions"], delta, confidence)
-    return None
-
-
-def is_idle(finding: Mapping[str, Any]) -> bool:
-    """Whether the claim was out of reach, whatever the training does.
-
-    A p-value of the whole claimed curve reaches further than the bound, and is not judged here.
-    """
-    most = ceiling(finding)
-    exact, p_value = finding["exact"], finding["p_value"]
-    return exact is None and p_value is None and most is not None and most < finding["claimed"]
+def ceiling(finding: Mapping[str, Any]) -> float:
+    """The lower bound if every guess had been right, from a row of `Finding`."""
+    details, delta = finding["details"], finding["delta"]
+    each = each_confidence(finding["confidence"], len(details["guesses"]))
+    return max(
+        epsilon_of_guesses(details["canaries"], made, made, delta, each)
+        for made, _ in details["guesses"]
+    )

@@ -30,7 +30,7 @@ from dpsur.attacks.suite import (
 from dpsur.audits.bounds import CONTRADICTED, Finding
 from dpsur.audits.canaries import Planter, gradient_canaries, input_canaries
 from dpsur.audits.neighbour import neighbour_test
-from dpsur.audits.training import audit_training, ceiling, is_idle
+from dpsur.audits.training import audit_training, ceiling
 from dpsur.cli.parser import figure_path
 from dpsur.cli.run_options import (
     add_data_options,
@@ -353,22 +353,13 @@ def _neighbours(options: argparse.Namespace) -> int:
 
 
 def _text(finding: Finding) -> str:
-    figures = f"claimed {format_epsilon(finding.claimed)}, lower bound {finding.lower:.3f}"
-    if finding.confidence < 1:
-        figures += f" at {finding.confidence:.4g}"
-    row = finding.row()
-    most = ceiling(row)
-    if most is not None:
-        figures += f" (of at most {most:.3f} that could be shown)"
-    if finding.exact is not None:
-        figures += f", exact {finding.exact:.3f}"
-    if finding.p_value is not None:
-        figures += f", p-value of the claim {finding.p_value:.2g}"
     return (
         f"{finding.audit}: {finding.subject} ({finding.accounting})\n"
-        f"  epsilon at delta {finding.delta:g}: {figures}\n"
+        f"  epsilon at delta {finding.delta:g}: claimed {format_epsilon(finding.claimed)}, lower "
+        f"bound {finding.lower:.3f} at {finding.confidence:.4g} (of at most "
+        f"{ceiling(finding.row()):.3f} that could be shown), p-value of the claim "
+        f"{finding.p_value:.2g}\n"
         f"  {finding.verdict}"
-        f"{'; the claim is beyond what so many runs can show' if is_idle(row) else ''}"
     )
 
 
