@@ -29,7 +29,6 @@ from dpsur.attacks.suite import (
     Split,
     Trainer,
     as_many,
-    posteriors,
 )
 from dpsur.errors import InvalidInputError
 from dpsur.functional.records import Examples
@@ -260,7 +259,7 @@ def shadow_features(models: Models, examples: Examples, index: int = 0) -> tuple
 
     The logarithm is a monotone map that keeps apart what saturates near one.
     """
-    answers = posteriors(models, examples, index)
+    answers = models.outputs(examples.inputs)[index].double().softmax(1)
     right = answers.argmax(1) == examples.targets.to(answers.device)
     ordered = answers.sort(1, descending=True).values.clamp(min=1e-30).log()
     return ordered.float(), right.float().unsqueeze(1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from dpsur import checks
-from dpsur.attacks.suite import Models, plain_network
+from dpsur.attacks.suite import Models, plain_features
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.process_settings import precision
@@ -205,11 +205,11 @@ class _Step:
 
 def target_network(task: Task) -> dict[str, Any]:
     """What the network of targets without privacy has other than the task's, where it can."""
-    return TARGET_NETWORK if takes(plain_network(task), TARGET_NETWORK) else {}
+    return TARGET_NETWORK if takes(task.networks[plain_features(task)], TARGET_NETWORK) else {}
 
 
 def plain_trainer(task: Task, recipe: Recipe, device: torch.device) -> ManyModels:
     """Trains the task's network for inputs as they are, without privacy."""
-    description = {**plain_network(task), **target_network(task)}
+    description = {**task.networks[plain_features(task)], **target_network(task)}
     at_once = AT_ONCE.get(task.name, USUALLY_AT_ONCE)
     return ManyModels(lambda: build_network(description), task.loss, recipe, device, at_once)

@@ -145,7 +145,7 @@ class Membership(OneByOne):
         return {
             "train_accuracy": found.train_accuracy,
             "test_accuracy": found.test_accuracy,
-            "attacks": {name: _rounded(measure(s).to_json()) for name, s in found.scores.items()},
+            "attacks": {name: _rounded(asdict(measure(s))) for name, s in found.scores.items()},
             "gains": {name: gains_of(hits_of(s)) for name, s in found.scores.items()},
             "device": device_name(device),
         }

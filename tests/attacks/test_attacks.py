@@ -1,5 +1,7 @@
 """Attacks bite where there is something to bite, and not where membership is shuffled."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -312,12 +314,12 @@ def lira(trainer, pool, split, models):
 
 def test_likelihood_ratios(lira):
     _, shadows, member, odds = lira
-    online = measure(Scores.apart(lira_online(odds, shadows), member, 0.0))
+    online = measure(replace(Scores.apart(lira_online(odds, shadows), member), threshold=0.0))
     offline = measure(Scores.apart(lira_offline(odds, shadows), member))
     assert online.auc.low > 0.75
     assert offline.auc.low > 0.65
     lots = np.random.default_rng(0).permutation(member)
-    shuffled = Scores.apart(lira_online(odds, shadows), lots, 0.0)
+    shuffled = replace(Scores.apart(lira_online(odds, shadows), lots), threshold=0.0)
     control = measure(shuffled, confidence=1 - FALSE_ALARM)
     assert control.auc.low < 0.5 < control.auc.high
 

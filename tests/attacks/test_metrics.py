@@ -1,6 +1,7 @@
 """Figures of attacks and their intervals."""
 
 import itertools
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_measures_of_a_perfect_and_of_a_blind_attack():
     for figure in (blind.accuracy, blind.balanced_accuracy, blind.auc):
         assert figure.low < 0.5 < figure.high
     assert blind.tpr_at_1_percent.low < 0.01 < blind.tpr_at_1_percent.high
-    assert blind.to_json()["auc"]["value"] == blind.auc.value
+    assert asdict(blind)["auc"]["value"] == blind.auc.value
 
 
 def test_low_rates_count_the_best_others():

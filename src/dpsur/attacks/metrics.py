@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,12 +65,8 @@ class Scores:
         return Scores.halved(_means(self.members, members), _means(self.others, others))
 
     @staticmethod
-    def apart(scores: Array, is_member: Flags, threshold: float | None = None) -> "Scores":
-        """Of all records, separated by a flag; without a threshold the upper half is guessed."""
-        members, others = scores[is_member], scores[~is_member]
-        if threshold is None:
-            return Scores.halved(members, others)
-        return Scores(members, others, threshold)
+    def apart(scores: Array, is_member: Flags) -> "Scores":
+        return Scores.halved(scores[is_member], scores[~is_member])
 
 
 def _means(scores: Array, persons: Array) -> Array:
@@ -94,9 +90,6 @@ class AttackMetrics:
     tpr_at_01_percent: Estimate
     members: int
     others: int
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure(scores: Scores, confidence: float = CONFIDENCE) -> AttackMetrics:

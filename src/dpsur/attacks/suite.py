@@ -4,7 +4,7 @@ Attacks that score records: correctness, confidence, likelihood ratio, relative 
 is trained by a run on a part of the records, as are the shadow models of some attacks.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,13 +38,12 @@ class Models:
 
     def outputs(self, inputs: Tensor) -> Tensor:
         """Scores per class, of shape (models, records, classes), in microbatches."""
+        found, parts = [], torch.split(inputs, ROWS_AT_ONCE)
         with torch.no_grad():
-            return torch.stack([torch.cat(self._parts(module, inputs)) for module in self.modules])
-
-    @staticmethod
-    def _parts(module: nn.Module, inputs: Tensor) -> list[Tensor]:
-        device = next(module.parameters()).device
-        return [module(part.to(device)) for part in torch.split(inputs, ROWS_AT_ONCE)]
+            for module in self.modules:
+                device = next(module.parameters()).device
+                found.append(torch.cat([module(part.to(device)) for part in parts]))
+        return torch.stack(found)
 
 
 # Trains one model on each of several sets of rows of a pool, all equally many, with everything that
@@ -117,11 +116,6 @@ def as_many(rows: Tensor, count: int, seed: int) -> Tensor:
     return rows[order[:count]]
 
 
-def posteriors(models: Models, examples: Examples, index: int = 0) -> Tensor:
-    """Probabilities of the classes, as one of the models gives them."""
-    return models.outputs(examples.inputs)[index].double().softmax(1)
-
-
 def log_odds(outputs: Tensor, targets: Tensor) -> Tensor:
     """log(p / (1 - p)) of the true class, without ever forming p.
 
@@ -156,10 +150,6 @@ def plain_features(task: Task) -> str:
     raise InvalidInputError(f"task {task.name} has no network for its inputs as they are")
 
 
-def plain_network(task: Task) -> Mapping[str, Any]:
-    return task.networks[plain_features(task)]
-
-
 def as_seen_by(method: Method, task: Task) -> tuple[dict[str, Any], Examples, Examples | None]:
     """The network that a method trains on a task, and the records as the features it sees.
 
@@ -167,7 +157,7 @@ def as_seen_by(method: Method, task: Task) -> tuple[dict[str, Any], Examples, Ex
     """
     train, test = task.load(None)
     if method.features is None:
-        return {**plain_network(task), **method.network_changes()}, train, test
+        return {**task.networks[plain_features(task)], **method.network_changes()}, train, test
     features = features_named(method.features)
     train = Examples(compute(features, train.inputs), train.targets)
     if test is not None:
@@ -208,19 +198,19 @@ class RunTrainer:
         return Models(models)
 
 
+def right_answers(target: Models, examples: Examples) -> Tensor:
+    """1 for each record that the first model classifies correctly, else 0."""
+    answers = target.outputs(examples.inputs)[0].argmax(1)
+    return (answers == examples.targets.to(answers.device)).double().cpu()
+
+
 def gap_attack(target: Models, members: Examples, others: Examples) -> Scores:
-    """Score 1 for a correct answer of the first model, else 0."""
-
-    def correct(examples: Examples) -> torch.Tensor:
-        answers = posteriors(target, examples)
-        right: torch.Tensor = answers.argmax(1) == examples.targets.to(answers.device)
-        return right.double().cpu()
-
-    return Scores(correct(members).numpy(), correct(others).numpy(), 0.5)
+    right = [right_answers(target, examples).numpy() for examples in (members, others)]
+    return Scores(*right, 0.5)
 
 
 def confidence_attack(target: Models, members: Examples, others: Examples) -> Scores:
-    """Score the log-odds of the true class: a threshold on the loss (Yeom et al. 2018)."""
+    """A threshold on the loss (Yeom et al. 2018)."""
     return Scores.halved(target_log_odds(target, members), target_log_odds(target, others))
 
 
@@ -359,8 +349,6 @@ ATTACKS = {
     "rmia-online": "relative likelihood against a population, few shadow models",
     "rmia-offline": "the same, by shadow models without the record",
 }
-# A likelihood ratio has a natural threshold; the others guess the upper half.
-THRESHOLDS = {"lira-online": 0.0}
 BY_SHADOWS = tuple(name for name in ATTACKS if name.startswith(("lira", "rmia")))
 
 
@@ -382,7 +370,8 @@ class AttackScores:
             scores[name] = values
             if name != "gap":
                 scores[name + SHUFFLED] = shuffled(values, seed)
-        return AttackScores(scores, _accuracy(target, members), _accuracy(target, others))
+        right = (right_answers(target, examples) for examples in (members, others))
+        return AttackScores(scores, *(float(each.mean()) for each in right))
 
 
 def check_attacks(names: Sequence[str], known: Collection[str] = tuple(ATTACKS)) -> None:
@@ -426,10 +415,8 @@ def attack_answers(
     target: Models, members: Examples, others: Examples, names: Sequence[str]
 ) -> dict[str, Scores]:
     """The attacks that need the target's answers and nothing else."""
-    attacks = {"gap": gap_attack, "confidence": confidence_attack}
-    return {
-        name: attack(target, members, others) for name, attack in attacks.items() if name in names
-    }
+    known = {"gap": gap_attack, "confidence": confidence_attack}
+    return {name: known[name](target, members, others) for name in known if name in names}
 
 
 def on_persons(scores: dict[str, Scores], members: Tensor, others: Tensor) -> dict[str, Scores]:
@@ -465,12 +452,9 @@ def _by_shadows(
         ratio = relative_likelihood(own, theirs, torch.from_numpy(shadows.member), online=online)
         found[name] = rmia_scores(ratio[: len(candidates)], ratio[len(candidates) :])
     is_member = np.arange(len(candidates)) < len(members)
-    return {
-        name: Scores.apart(values[: len(candidates)], is_member, THRESHOLDS.get(name))
-        for name, values in found.items()
+    scores = {
+        name: Scores.apart(values[: len(candidates)], is_member) for name, values in found.items()
     }
-
-
-def _accuracy(models: Models, examples: Examples) -> float:
-    answers = models.outputs(examples.inputs)[0].argmax(1)
-    return float((answers == examples.targets.to(answers.device)).double().mean())
+    # a likelihood ratio has a natural threshold; the others guess the upper half
+    scores["lira-online"] = replace(scores["lira-online"], threshold=0.0)
+    return scores

@@ -27,54 +27,39 @@ from dpsur.errors import (
 # of the command that is run is imported, so that accounting does not wait for torch.
 GROUPS = {
     "train": {
-        "train": ("dpsur.cli.train:set_up", "train a model under a privacy budget"),
-        "plan": ("dpsur.cli.plan:set_up", "what a run would cost and give, before it is made"),
-        "evaluate": ("dpsur.cli.evaluate:set_up", "test a release on its task's public test set"),
-        "predict": (
-            "dpsur.cli.evaluate:set_up_predict",
-            "predictions of a release for new records",
-        ),
-        "export": ("dpsur.cli.evaluate:set_up_export", "a program that needs no dpsur"),
-        "report": ("dpsur.cli.report:set_up", "one HTML page about a finished run"),
-        "compare": ("dpsur.cli.evaluate:set_up_compare", "finished runs side by side"),
-        "plot": ("dpsur.cli.report:set_up_plot", "plot epsilon, accuracy or attack power of runs"),
-        "methods": ("dpsur.cli.listings:set_up_methods", "list methods and hyper-parameters"),
-        "explain": (
-            "dpsur.cli.bench:set_up_explain",
-            "which engine finds a model's gradients, why",
-        ),
-        "bench": ("dpsur.cli.bench:set_up", "what a private step of your model costs"),
+        "train": ("train", "train a model under a privacy budget"),
+        "plan": ("plan", "what a run would cost and give, before it is made"),
+        "evaluate": ("evaluate", "test a release on its task's public test set"),
+        "predict": ("evaluate:predict", "predictions of a release for new records"),
+        "export": ("evaluate:export", "a program that needs no dpsur"),
+        "report": ("report", "one HTML page about a finished run"),
+        "compare": ("evaluate:compare", "finished runs side by side"),
+        "plot": ("report:plot", "plot epsilon, accuracy or attack power of runs"),
+        "methods": ("listings:methods", "list methods and hyper-parameters"),
+        "explain": ("bench:explain", "which engine finds a model's gradients, why"),
+        "bench": ("bench", "what a private step of your model costs"),
     },
     "check": {
-        "verify": ("dpsur.cli.verify:set_up", "recompute a release's epsilon, check its weights"),
-        "sign": ("dpsur.cli.verify:set_up_sign", "sign a release: changes are noticed"),
+        "verify": ("verify", "recompute a release's epsilon, check its weights"),
+        "sign": ("verify:sign", "sign a release: changes are noticed"),
         "statement": (
-            "dpsur.cli.report:set_up_statement",
+            "report:statement",
             "a release's privacy statement, for reviewers, groups or other neighbours",
         ),
-        "audit": (
-            "dpsur.cli.attack:set_up_audit",
-            "empirical lower bounds on epsilon",
-        ),
-        "attack": ("dpsur.cli.attack:set_up", "membership inference on a target or a release"),
+        "audit": ("attack:audit", "empirical lower bounds on epsilon"),
+        "attack": ("attack", "membership inference on a target or a release"),
     },
     "privacy": {
-        "account": ("dpsur.cli.account:set_up", "what a run costs, under each accounting"),
-        "calibrate": (
-            "dpsur.cli.account:set_up_calibrate",
-            "choose noise, updates or gate for a budget",
-        ),
-        "ledger": (
-            "dpsur.cli.data:set_up_ledger",
-            "what all runs on a data set may spend together",
-        ),
-        "proof": ("dpsur.cli.listings:set_up_proof", "the theorem behind epsilon, and its proof"),
+        "account": ("account", "what a run costs, under each accounting"),
+        "calibrate": ("account:calibrate", "choose noise, updates or gate for a budget"),
+        "ledger": ("data:ledger", "what all runs on a data set may spend together"),
+        "proof": ("listings:proof", "the theorem behind epsilon, and its proof"),
     },
     "data": {
-        "tasks": ("dpsur.cli.listings:set_up_tasks", "list the tasks that can be trained"),
-        "data": ("dpsur.cli.data:set_up", "start a schema of a table"),
-        "doctor": ("dpsur.cli.listings:set_up_doctor", "versions, devices, optional parts"),
-        "completion": ("dpsur.cli.listings:set_up_completion", "tab completion for your shell"),
+        "tasks": ("listings:tasks", "list the tasks that can be trained"),
+        "data": ("data", "start a schema of a table"),
+        "doctor": ("listings:doctor", "versions, devices, optional parts"),
+        "completion": ("listings:completion", "tab completion for your shell"),
     },
 }
 COMMANDS = {name: home for group in GROUPS.values() for name, (home, _) in group.items()}
@@ -194,8 +179,8 @@ def whole_parser() -> Parser:
 
 
 def set_up(name: str, parser: argparse.ArgumentParser) -> None:
-    module, _, function = COMMANDS[name].partition(":")
-    getattr(import_module(module), function)(parser)
+    module, _, part = COMMANDS[name].partition(":")
+    getattr(import_module(f"dpsur.cli.{module}"), f"set_up_{part}" if part else "set_up")(parser)
 
 
 class _ShowOnce:

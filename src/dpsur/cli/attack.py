@@ -5,7 +5,7 @@
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -37,13 +37,12 @@ from dpsur.cli.run_options import (
     add_method_options,
     build_method,
     config_of,
-    declared_data,
 )
 from dpsur.config import RunConfig
 from dpsur.errors import InvalidInputError
 from dpsur.functional.persons import DEFAULT_RECORDS
 from dpsur.mechanism.streams import INIT, SETUP, Streams
-from dpsur.methods import METHODS, Nonprivate, method_named
+from dpsur.methods import METHODS, Nonprivate
 from dpsur.networks import build_network
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
@@ -54,7 +53,7 @@ from dpsur.runs.release import read_release
 from dpsur.runs.session import choose_device
 from dpsur.runs.tasks import build_task_session, subset
 from dpsur.status import silenced, status
-from dpsur.tasks import OWN, TASKS, Task, task_named
+from dpsur.tasks import OWN, TASKS, Declared, Task, task_named
 from dpsur.tasks.tables import other_persons
 
 DESCRIPTION = """\
@@ -130,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
             draw_roc({"": curves}).savefig(options.roc, dpi=200)
     if options.json:
         accuracies = {n: getattr(found, n) for n in ("train_accuracy", "test_accuracy")}
-        attacks = {name: figures.to_json() for name, figures in metrics.items()}
+        attacks = {name: asdict(figures) for name, figures in metrics.items()}
         print(json.dumps({**accuracies, "attacks": attacks}))
         return 0
     if options.group_by is not None:
@@ -172,16 +171,14 @@ def _names(options: argparse.Namespace) -> list[str]:
 
 
 def _target(options: argparse.Namespace, names: list[str], device: torch.device) -> AttackScores:
-    declared = declared_data(options)
+    declared = Declared.among(vars(options))
     task = task_named(options.task, declared=declared)
-    kind = method_named(options.method)
-    usual = dict(task.settings.get(kind.name, {}))
-    if task.persons is not None and options.max_records is not None:
+    method, persons = build_method(options, task), task.persons
+    if persons is not None and options.max_records is not None:
         raise InvalidInputError("max_records parts the records of a person; leave it out")
     # whose test records are whose is not known
-    pool = attacked_pool(task, options.max_records) if task.persons is None else task.load(None)[0]
-    split = split_pool(pool, options.seed, task.persons)
-    method, persons = build_method(kind.name, options, usual), task.persons
+    pool = attacked_pool(task, options.max_records) if persons is None else task.load(None)[0]
+    split = split_pool(pool, options.seed, persons)
     if isinstance(method, Nonprivate):  # long enough to learn records by heart, and no unit
         checks.at_least_one("epochs", options.epochs)
         if method.updates is None:
@@ -213,7 +210,7 @@ def _release(options: argparse.Namespace, names: list[str], device: torch.device
                 "the release left out records of persons at random; attack records, without "
                 "--group-by"
             )
-        rest = other_persons(options.task, declared_data(options))
+        rest = other_persons(options.task, Declared.among(vars(options)))
         assert rest.persons is not None
         (test, _), train_of, test_of = rest.load(None), task.persons, rest.persons
     else:
@@ -244,7 +241,7 @@ def _task_of_release(options: argparse.Namespace, name: str | None) -> Task:
             f"{options.release} does not say where its records are; name them with --task, such as "
             "--task csv:FILE --schema FILE"
         )
-    task = task_named(options.task, declared=declared_data(options))
+    task = task_named(options.task, declared=Declared.among(vars(options)))
     if task.classes is None:
         raise InvalidInputError(
             "the attacks are on classes, and this table predicts something else"
@@ -364,9 +361,8 @@ def _text(finding: Finding) -> str:
 
 
 def _audit(options: argparse.Namespace) -> Finding:
-    task = task_named(options.task, declared=declared_data(options))
-    kind = method_named(options.method)
-    method = build_method(kind.name, options, dict(task.settings.get(kind.name, {})))
+    task = task_named(options.task, declared=Declared.among(vars(options)))
+    method = build_method(options, task)
     device = choose_device(options.device)
     network, train, test = as_seen_by(method, task)
     planter: Planter
@@ -397,7 +393,7 @@ def _audit(options: argparse.Namespace) -> Finding:
             budget=Budget(options.epsilon, options.delta),
             accounting=options.accounting,
             planter=planter,
-            subject=f"{kind.name} on {task.name}",
+            subject=f"{method.name} on {task.name}",
             confidence=options.confidence,
             seed=options.seed,
             device=device,

@@ -116,19 +116,23 @@ class _HelpAll(argparse.Action):
 
 
 def whole_number(value: str) -> int:
-    _check_length(value)
-    number = int(value)
+    number = int(_short(value))
     if abs(number) > LARGEST_NUMBER:
         raise argparse.ArgumentTypeError(f"{shown(value)} is too large a number")
     return number
 
 
 def finite_number(value: str) -> float:
-    _check_length(value)
-    number = float(value)
+    number = float(_short(value))
     if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"{shown(value)} is not a finite number")
     return number
+
+
+def _short(value: str) -> str:
+    if len(value) > LONGEST_NAME:
+        raise argparse.ArgumentTypeError(f"{shown(value)} is too long for a number")
+    return value
 
 
 def text(value: str) -> str:
@@ -169,8 +173,3 @@ def shown(value: str) -> str:
     """A value as an error quotes it: escaped, and cut where it is long."""
     cut = value if len(value) <= LONGEST_SHOWN else f"{value[:LONGEST_SHOWN]}..."
     return ascii(cut)
-
-
-def _check_length(value: str) -> None:
-    if len(value) > LONGEST_NAME:
-        raise argparse.ArgumentTypeError(f"{shown(value)} is too long for a number")

@@ -18,7 +18,7 @@ from dpsur.methods import METHODS, Method, method_named
 from dpsur.options import DATA, MODEL, PERFORMANCE, PRIVACY, RUN, Option, by_heading, declared, flag
 from dpsur.runs.files import RunFolder, command_in, numbered
 from dpsur.runs.session import choose_device
-from dpsur.tasks import DEFAULT_TASK, OWN, TASKS, Declared
+from dpsur.tasks import DEFAULT_TASK, OWN, TASKS, Declared, Task
 
 # Where runs go that are given no folder.
 RUNS = "runs"
@@ -56,11 +56,6 @@ def add_data_options(
             parser.add_argument(found.flag, type=kind, metavar=metavar, help=found.help)
 
 
-def declared_data(options: argparse.Namespace) -> Declared:
-    given = {name: getattr(options, name, None) for name in declared(Declared)}
-    return Declared(**{name: value for name, value in given.items() if value is not None})
-
-
 def _run_help(found: Option, defaults: RunConfig) -> str:
     default = found.value(defaults)
     names = found.field.metadata["names"]
@@ -96,10 +91,11 @@ def given_method_options(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def build_method(name: str, options: argparse.Namespace, usual: dict[str, Any]) -> Method:
-    method, given = method_named(name), given_method_options(options)
+def build_method(options: argparse.Namespace, task: Task) -> Method:
+    """The method with what suits the task, as far as nothing else is given."""
+    method, given = method_named(options.method), given_method_options(options)
     check_method_options(method, given)
-    return method(**{**usual, **given})
+    return method(**{**task.settings.get(method.name, {}), **given})
 
 
 def _owners() -> dict[str, list[str]]:
@@ -138,18 +134,6 @@ def default_of(field: Field[Any]) -> str:
     return f" (default: {own}{field.default})"
 
 
-def new_config(options: argparse.Namespace, *, auto: bool = False) -> tuple[RunConfig, RunFolder]:
-    """The config that the command line asks for, and the new folder, checked but not made."""
-    config = config_of(options, auto=auto)
-    if config.seed is None:
-        config = replace(config, network_seed=secrets.randbits(62))
-    assert config.task is not None
-    name = config.method.label
-    folder = RunFolder(config.out) if config.out else UnnamedFolder(config.task, name)
-    folder.check_new()
-    return config, folder
-
-
 def join_ranks(options: argparse.Namespace) -> Ranks:
     """Join the other processes of this run, if `torchrun` has started several.
 
@@ -171,10 +155,22 @@ def join_ranks(options: argparse.Namespace) -> Ranks:
 
 
 def agreed_config(options: argparse.Namespace, ranks: Ranks) -> tuple[RunConfig, RunFolder]:
-    """The config of a new or resumed run and its folder, as rank 0 finds them."""
+    """The config of a new or resumed run and its folder, as rank 0 finds them.
+
+    The folder of a new run is checked, but not made.
+    """
 
     def found() -> tuple[RunConfig, RunFolder]:
-        return new_config(options, auto=True) if options.resume is None else stored_config(options)
+        if options.resume is not None:
+            return stored_config(options)
+        config = config_of(options, auto=True)
+        if config.seed is None:
+            config = replace(config, network_seed=secrets.randbits(62))
+        assert config.task is not None
+        name = config.method.label
+        folder = RunFolder(config.out) if config.out else UnnamedFolder(config.task, name)
+        folder.check_new()
+        return config, folder
 
     if ranks.size == 1:
         return found()
