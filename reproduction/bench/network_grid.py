@@ -419,14 +419,19 @@ def table(rows: list[dict[str, Any]]) -> dict[tuple[str, int, str], dict[str, di
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Milliseconds per update and the ratios that matter, as a Markdown table."""
-    lines = [
-        "| network, batch | plain | plain, captured | Opacus hooks | Opacus ghost | `dpsgd` "
-        "| private step | `dpsur`, a trial | dpsgd / plain | Opacus / dpsgd | memory / plain |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    """Milliseconds per update and the ratios that matter, without columns that nobody filled."""
+    arms_shown = {
+        PLAIN: "plain",
+        CAPTURED: "plain, captured",
+        OPACUS[0]: "Opacus hooks",
+        OPACUS[1]: "Opacus ghost",
+        OURS: "`dpsgd`",
+        LOOP: "private step",
+        GATE: "`dpsur`, a trial",
+    }
+    head = [*arms_shown.values(), "dpsgd / plain", "Opacus / dpsgd", "memory / plain"]
+    lines = [["network, batch", *head]]
     for (name, size, precision), arms in table(rows).items():
-        cells = [_ms(arms.get(arm)) for arm in (PLAIN, CAPTURED, *OPACUS, OURS, LOOP, GATE)]
         ours = arms.get(OURS, {})
         theirs = [
             arms[arm]["step_seconds"] for arm in OPACUS if arm in arms and arms[arm]["status"] == OK
@@ -436,8 +441,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             gain = f"{min(theirs) / ours['step_seconds']:.2f}"
         label = f"{name}, {size:,}" + (", bf16" if precision == "bf16" else "")
         ratios = [_two(ours.get("time_over_plain")), gain, _two(ours.get("memory_over_plain"))]
-        lines.append(f"| {label} | {' | '.join(cells)} | {' | '.join(ratios)} |")
-    return "\n".join(lines)
+        lines.append([label, *(_ms(arms.get(arm)) for arm in arms_shown), *ratios])
+    filled = [column for column in zip(*lines, strict=True) if set(column[1:]) != {"–"}]
+    shown = [f"| {' | '.join(line)} |" for line in zip(*filled, strict=True)]
+    return "\n".join([shown[0], "|---" + "|--:" * (len(filled) - 1) + "|", *shown[1:]])
 
 
 def _ms(row: dict[str, Any] | None) -> str:
