@@ -3,7 +3,6 @@
 python -m reproduction.selection --write
 """
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -20,10 +19,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 GRID, RULES = RESULTS / "selection-grid.jsonl", RESULTS / f"{RULE.name}.jsonl"
 ROWS = RESULTS / "selection_prototype.jsonl"  # of a simulator
-EARLIER, SECOND = RESULTS / "selection_earlier.jsonl", 4
 PAGE = ROOT / "docs" / "selection.md"
 BLOCK = re.compile(r"(<!-- from the rows: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-TASKS = ("scat-lin", "mlp", "cnn", "mnist-lin", "mnist-cnn", "imdb-lin", "imdb-mlp")
 Row = dict[str, Any]
 
 
@@ -89,24 +86,6 @@ def library() -> str:
     return table(head, lines)
 
 
-def given() -> str:
-    """The gate block from rates that are given, in the form of the search that tried them second.
-
-    Means of up to three seeds, beside plain DP-SGD at the tuned rate.
-    """
-    found = [row for row in read_rows(EARLIER) if row["config"].get("search") == SECOND]
-    tuned = {(row["case"], row["epsilon"]): row["tuned"] for row in summary(grid_rows())}
-    lines = []
-    for case in CASES.values():
-        for epsilon in EPSILONS:
-            means = {p.value: p.mean for p in points_of(found, case.name, epsilon, "block")}
-            plain = tuned[case.label, epsilon]
-            if means and plain is not None:
-                at = [_shown(means.get(start)) for start in (-6, 0, 6)]
-                lines.append([case.label, str(epsilon), f"{plain.mean:.1f}", *at])
-    return table(["data, network", "epsilon", "plain, tuned rate", "x 1/64", "x 1", "x 64"], lines)
-
-
 def rule() -> str:
     """The gate block with parts of its rule changed, on held-out records."""
     if not RULES.exists():
@@ -116,26 +95,7 @@ def rule() -> str:
     return "".join(line + "\n" for line in text.splitlines() if line.startswith("|"))
 
 
-def product() -> str:
-    """Linear decay at one product of rate and clipping norm for all, beside the best of a grid."""
-    head = ["task, epsilon", "best", "rate times C = 4", "8", "16"]
-    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
-    lines = []
-    for task in TASKS:
-        for epsilon in EPSILONS:
-            known = {
-                row["rate"]: row["held_out"]
-                for row in rows
-                if (row["task"], row["epsilon"]) == (task, epsilon)
-                and (row["form"], row.get("clip")) == ("grid, linear decay", 1)
-            }
-            if {4.0, 8.0, 16.0} & known.keys():
-                at = [_shown(known.get(rate)) for rate in (4.0, 8.0, 16.0)]
-                lines.append([f"{task}, {epsilon}", f"{max(known.values()):.1f}", *at])
-    return table(head, lines)
-
-
-TABLES = {"library": library, "given": given, "rule": rule, "product": product}
+TABLES = {"library": library, "rule": rule}
 
 
 def rendered(text: str) -> str:
