@@ -10,7 +10,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ROOTS = (ROOT / "src" / "dpsur", ROOT / "tests", ROOT)
 PAGES = sorted(
-    str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
+    str(path.relative_to(ROOT))
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "reproduction/**/*.md")
+    for path in ROOT.glob(pattern)
 )
 TO_BE_WRITTEN = "docs/extending.md"  # whose files the reader is to make
 FILE = r"[\w/]+\.(?:py|csv|jsonl|toml)"

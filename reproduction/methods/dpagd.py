@@ -58,7 +58,7 @@ class Dpagd(Method):
     charged, so they cost nothing.
 
     Formal guarantee of one trial: a sampled Gaussian for the gradient and a sampled exponential
-    mechanism for the choice; the filter composes them (docs/privacy.md).
+    mechanism for the choice; the filter composes them (README.md here).
     """
 
     name = "dpagd"

@@ -65,7 +65,7 @@ class Dpis(GradientMethod):
     Formal guarantee of one update: a sampled Gaussian at its rate given the released K (the
     random choice of who is kept can only lower the rate, and the divergence rises with it); of one
     release of K: a sampled Gaussian of the rate `norm_batch_size` / N. The menu or the filter
-    composes them (docs/privacy.md).
+    composes them (README.md here).
     """
 
     name = "dpis"

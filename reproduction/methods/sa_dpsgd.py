@@ -40,8 +40,8 @@ class SaDpsgd(GradientMethod):
     by the paper's test, and the charge.
 
     Formal guarantee of one trial: a sampled Gaussian for the candidate, and a test that costs no
-    more than `LossTest` with the threshold 0, which it becomes as t grows (docs/privacy.md, section
-    10). An acceptance that the number of rejections forces is for the accounting "every-trial".
+    more than `LossTest` with the threshold 0, which it becomes as t grows (README.md
+    here). An acceptance that the number of rejections forces is for the accounting "every-trial".
     """
 
     name = "sa-dpsgd"

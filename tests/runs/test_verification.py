@@ -283,7 +283,7 @@ def test_every_edit_is_noticed_that_can_be(kind, released, faults_after):
 
 
 def test_every_list_that_verify_shows_is_on_the_page():
-    page = " ".join((ROOT / "docs" / "privacy.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs" / "threat_model.md").read_text(encoding="utf-8").split())
     for item in (*CHECKED, *NOT_CHECKED):
         assert item in page
 

@@ -3,7 +3,7 @@
 Normal draws of earlier versions were made in pairs from uniform draws of 53 bits, so that a pair
 ended at a radius of 8.57 standard deviations. Where a record moves a sum beyond what noise can
 reach, its presence is certain. Integer noise ends at 12.9; the charge is more than it needs, and
-the same for all releases. docs/privacy.md, section 15, derives the bound that is computed.
+the same for all releases. docs/privacy.md, section 15, states the bound that is computed.
 """
 
 import math
