@@ -111,13 +111,16 @@ def test_what_is_not_there_is_noticed():
     assert missing_files("`core/lop.py` and `mechanism/trial.py`") == ["core/lop.py"]
 
 
+MAP = text_of("docs/algorithm_1.md") + text_of("reproduction/methods/README.md")
+
+
 def table_rows(text: str) -> list[list[str]]:
     rows = re.findall(r"^\| (?!-)(.*) \|$", text, flags=re.MULTILINE)
     return [re.split(r"(?<!\\)\|", row) for row in rows]
 
 
 def test_the_map_of_the_paper_names_a_test_for_every_row():
-    rows = [row for row in table_rows(text_of("docs/algorithm_1.md")) if len(row) == 4]
+    rows = [row for row in table_rows(MAP) if len(row) == 4]
     assert len(rows) > 20
     for row in rows:
         assert all(cell.strip() for cell in row), row
@@ -127,7 +130,7 @@ def test_the_map_of_the_paper_names_a_test_for_every_row():
 
 def test_the_map_of_the_paper_names_what_its_places_hold():
     """Classes, functions and constants of a row are defined in one of the row's files."""
-    for row in table_rows(text_of("docs/algorithm_1.md")):
+    for row in table_rows(MAP):
         if len(row) != 4 or row[0].strip() in ("paper", "system, symbol"):
             continue
         named = re.findall(r"`([\w/.]+)`", row[2])

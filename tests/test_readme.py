@@ -147,15 +147,6 @@ def test_links_lead_somewhere(page):
             assert ((ROOT / page).parent / target.split("#")[0]).exists(), target
 
 
-def test_the_map_of_the_paper_names_what_there_is():
-    text = (ROOT / "docs" / "algorithm_1.md").read_text()
-    for row in re.findall(r"^\| (?!-)(.*) \|$", text, flags=re.MULTILINE):
-        cells = row.split(" | ")
-        for path in re.findall(r"`([a-z_/0-9]+(?:\.py|\.csv|/))`", " ".join(cells[2:])):
-            roots = (ROOT / "src" / "dpsur", ROOT / "tests", ROOT)
-            assert any((root / path).exists() for root in roots), path
-
-
 def test_every_package_is_explained():
     text = (ROOT / "docs" / "architecture.md").read_text()
     source = ROOT / "src" / "dpsur"
