@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dpsur import checks
-from dpsur.networks import NETWORKS
-from dpsur.networks.general import ACTIVATIONS, Activation, build_activation
+from dpsur.networks import ACTIVATIONS, NETWORKS, Activation, build_activation
 
 
 class TemperedSigmoid(nn.Module):

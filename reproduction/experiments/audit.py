@@ -8,8 +8,7 @@ import torch
 from dpsur import figure_style as style
 from dpsur.attacks.suite import as_seen_by
 from dpsur.audits.bounds import CONTRADICTED, Finding
-from dpsur.audits.canaries import gradient_canaries
-from dpsur.audits.training import ONE_RUN
+from dpsur.audits.training import ONE_RUN, gradient_canaries
 from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.methods import Dpsgd, DpsgdHf, Dpsur
 from dpsur.methods.gradient_method import GradientMethod

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import dpsur
+from dpsur import networks
 from dpsur.errors import InvalidInputError
-from dpsur.networks import general
 from dpsur.runs.evaluation import score
 from dpsur.status import silenced
 from dpsur.tasks import mnist_5k
@@ -145,7 +145,7 @@ def _text(seed: int) -> tuple[Row, Any]:
 def _digits(seed: int) -> tuple[Row, Any]:
     train, test = mnist_5k.load()
     torch.manual_seed(seed)
-    model = general.mlp(28 * 28, 64, 10)
+    model = networks.mlp(28 * 28, 64, 10)
     records, tested = (train.inputs, train.targets), (test.inputs, test.targets)
     run = dpsur.fit(model, records, test_set=tested, budget=BUDGET, seed=seed, progress=False)
     scores = run.scores or {}

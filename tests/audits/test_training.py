@@ -10,8 +10,14 @@ from scipy.stats import norm
 from torch import nn
 
 from dpsur.audits.bounds import CONTRADICTED, NOT_CONTRADICTED
-from dpsur.audits.canaries import BLOCK, gradient_canaries, input_canaries
-from dpsur.audits.training import audit_training, ceiling, guess
+from dpsur.audits.training import (
+    BLOCK,
+    audit_training,
+    ceiling,
+    gradient_canaries,
+    guess,
+    input_canaries,
+)
 from dpsur.errors import InvalidInputError
 from dpsur.functional.persons import Groups
 from dpsur.functional.problem import Problem

@@ -10,8 +10,7 @@ from torch import nn
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
-from dpsur.networks import NETWORKS, build_network
-from dpsur.networks.general import build_activation
+from dpsur.networks import NETWORKS, build_activation, build_network
 from dpsur.per_example import check_model
 from dpsur.per_example.clipping import strategy_for
 from reproduction.networks import TemperedSigmoid

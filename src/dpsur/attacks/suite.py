@@ -201,12 +201,13 @@ class RunTrainer:
 def right_answers(target: Models, examples: Examples) -> Tensor:
     """1 for each record that the first model classifies correctly, else 0."""
     answers = target.outputs(examples.inputs)[0].argmax(1)
-    return (answers == examples.targets.to(answers.device)).double().cpu()
+    right: Tensor = answers == examples.targets.to(answers.device)
+    return right.double().cpu()
 
 
 def gap_attack(target: Models, members: Examples, others: Examples) -> Scores:
-    right = [right_answers(target, examples).numpy() for examples in (members, others)]
-    return Scores(*right, 0.5)
+    inside, outside = (right_answers(target, each).numpy() for each in (members, others))
+    return Scores(inside, outside, 0.5)
 
 
 def confidence_attack(target: Models, members: Examples, others: Examples) -> Scores:
@@ -370,8 +371,10 @@ class AttackScores:
             scores[name] = values
             if name != "gap":
                 scores[name + SHUFFLED] = shuffled(values, seed)
-        right = (right_answers(target, examples) for examples in (members, others))
-        return AttackScores(scores, *(float(each.mean()) for each in right))
+        inside, outside = (
+            float(right_answers(target, examples).mean()) for examples in (members, others)
+        )
+        return AttackScores(scores, inside, outside)
 
 
 def check_attacks(names: Sequence[str], known: Collection[str] = tuple(ATTACKS)) -> None:

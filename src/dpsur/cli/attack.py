@@ -28,9 +28,14 @@ from dpsur.attacks.suite import (
     whole_persons,
 )
 from dpsur.audits.bounds import CONTRADICTED, Finding
-from dpsur.audits.canaries import Planter, gradient_canaries, input_canaries
 from dpsur.audits.neighbour import neighbour_test
-from dpsur.audits.training import audit_training, ceiling
+from dpsur.audits.training import (
+    Planter,
+    audit_training,
+    ceiling,
+    gradient_canaries,
+    input_canaries,
+)
 from dpsur.cli.parser import figure_path
 from dpsur.cli.run_options import (
     add_data_options,

@@ -22,7 +22,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.features import features_named, words
 from dpsur.features.table import WORDS_DIMENSION
 from dpsur.functional.records import Examples
-from dpsur.networks.general import LEAST_IMAGE, for_vectors
+from dpsur.networks import LEAST_IMAGE, for_vectors
 from dpsur.tasks.base import (
     PIXELS,
     SCATTERING,

@@ -29,8 +29,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.features.table import WORDS_DIMENSION, TableLayout, words
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
-from dpsur.networks import build_network
-from dpsur.networks.general import for_vectors
+from dpsur.networks import build_network, for_vectors
 from dpsur.privacy.events import ThresholdedGaussian
 from dpsur.status import html_table
 
