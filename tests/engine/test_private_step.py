@@ -1,6 +1,7 @@
 """`engine.private_step`: a function of model and batch, called for each record alone."""
 
 import copy
+import gc
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,7 @@ from dpsur.engine.loader import (
 from dpsur.errors import CouplingError, InvalidInputError, StepError, UnsupportedModelError
 from dpsur.functional import tree
 from dpsur.mechanism.cuda_graphs import waiting_raises
+from dpsur.per_example.tape import Tape
 
 CLIP = 0.7
 
@@ -661,6 +663,26 @@ def test_tensors_are_read_by_index_like_one_record_after_the_other(opacus):
                     optimizer.step()
         found.append([value.detach().clone() for value in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("opacus", [True, False])
+def test_the_activations_of_a_step_do_not_wait_for_the_garbage_collector(opacus):
+    engine, model, optimizer, loader = private(batch_size=20)
+    step = None if opacus else engine.private_step(cross_entropy)
+    gc.collect()
+    gc.disable()
+    try:
+        for batch in loader:
+            if step is not None:
+                step(batch)
+            else:
+                optimizer.zero_grad()
+                F.cross_entropy(model(batch[0]), batch[1]).backward()
+                optimizer.step()
+        held = [one for one in gc.get_objects() if isinstance(one, Tape)]
+    finally:
+        gc.enable()
+    assert not held
 
 
 @pytest.mark.gpu

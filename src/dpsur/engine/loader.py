@@ -389,8 +389,9 @@ class TensorRows(TensorDataset):
         # A list as index, or one on another device, would wait for all work of the GPU. Memory
         # that is not pinned has been read when the copy returns.
         index = torch.tensor(rows, device="cpu")
-        moved = {one: index.to(one, non_blocking=True) for one in {each.device for each in self.tensors}}
-        return JoinedRows(tensor[moved[tensor.device]] for tensor in self.tensors)
+        devices = {tensor.device for tensor in self.tensors}
+        places = {device: index.to(device, non_blocking=True) for device in devices}
+        return JoinedRows(tensor[places[tensor.device]] for tensor in self.tensors)
 
 
 class PoissonSampler(Sampler[list[Any]]):

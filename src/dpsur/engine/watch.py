@@ -55,7 +55,7 @@ class WatchedCall:
     rows: int
     # the outputs themselves, and how many hooks they had when the model returned them
     returned: list[tuple[Tensor, int]] = field(default_factory=list)
-    cut: dict[tuple[Any, int], "WatchedCall"] = field(default_factory=dict)
+    cut: set[tuple[Any, int]] = field(default_factory=set)  # where their graphs begin
     differentiated: bool = False
     replay: CapturedCall | None = None  # instead of a tape
     given: list[Tensor] = field(default_factory=list)
@@ -256,7 +256,7 @@ class Watcher(TrainedModule):
 
         def note(value: Tensor) -> Tensor:
             if value.grad_fn is not None:
-                call.cut[value.grad_fn, value.output_nr] = call
+                call.cut.add((value.grad_fn, value.output_nr))
                 call.returned.append((value, _hooks(value)))
             return value
 
@@ -396,6 +396,7 @@ class Watcher(TrainedModule):
                 tapes[0].join(call.tape)
             else:
                 tapes.append(call.tape)
+            call.tape, call.returned = None, []  # activations, which the next pass needs room for
         sums = self.clip(*tapes, keep=counted, scale=scale)
         self.sums.add(calls[0].rows, sums)
         self.gradients.mark(self.unwatched)
