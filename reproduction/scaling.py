@@ -338,8 +338,7 @@ def tables() -> dict[str, str]:
     return {
         "measured": _measured_table(trials),
         "links": _links_table(trials),
-        "records": _noise_table(noise, "records:"),
-        "batch": _noise_table(noise, "batch at"),
+        "records": _noise_table([row for row in noise if row["question"].startswith("records:")]),
         "accuracy": _accuracy_table([row for row in rows if row["kind"] == "accuracy"]),
         "model small": _model_table("pixel-28", 65_536, 1024),
         "model large": _model_table("pixel-cifar", 65_536, 1024),
@@ -391,10 +390,10 @@ def _links_table(rows: list[Row]) -> str:
     return _table(["processes", "latency, ms", "gigabytes per second"], lines)
 
 
-def _noise_table(rows: list[Row], question: str) -> str:
+def _noise_table(rows: list[Row]) -> str:
     lines = [
         [
-            row["question"].partition(": ")[2] or f"batch {row['batch']}",
+            row["question"].partition(": ")[2],
             f"{row['records']:,}",
             f"{row['batch']:,}",
             f"{row['updates']:,}",
@@ -403,7 +402,6 @@ def _noise_table(rows: list[Row], question: str) -> str:
             f"{1e5 * row['noise_of_run']:.3g}",
         ]
         for row in rows
-        if row["question"].startswith(question)
     ]
     head = ["", "records", "batch", "updates", "noise multiplier", "noise of a mean gradient, 1e-5"]
     return _table([*head, "of a run, 1e-5"], lines)
