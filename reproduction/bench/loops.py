@@ -48,6 +48,7 @@ SECONDS, MOST_STEPS, WARM_UP = 0.8, 40, 4
 MOST_TOGETHER, LEAST_SECONDS = 8, 0.1  # between two looks at the clock
 # Of Poisson batches: the data set over the batch, and steps until most sizes have been seen.
 DATA_OVER_BATCH, WARM_UP_OF_SIZES = 8, 40
+LONGEST = 4096  # texts that a network has positions for
 LEARNING_RATE, MOMENTUM, NOISE, CLIP = 0.01, 0.9, 1.0, 1.0
 Batch = dict[str, Tensor]
 
@@ -102,7 +103,7 @@ def _gpt2(random: bool) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     off = {} if random else {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    found: nn.Module = GPT2LMHeadModel(GPT2Config(**off))
+    found: nn.Module = GPT2LMHeadModel(GPT2Config(n_positions=LONGEST, **off))
     return found
 
 
@@ -118,6 +119,7 @@ def _llama(random: bool) -> nn.Module:
             intermediate_size=2816,
             num_hidden_layers=12,
             num_attention_heads=16,
+            max_position_embeddings=LONGEST,
         )
     )
     lora = LoraConfig(
@@ -139,7 +141,7 @@ def _llama_of(random: bool, *, layers: int, width: int, inner: int, lora: bool) 
         num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=8,
-        max_position_embeddings=4096,
+        max_position_embeddings=LONGEST,
         use_cache=False,
     )
     usual = torch.get_default_dtype()
