@@ -17,11 +17,11 @@ import inspect
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,13 +63,6 @@ MOST_ITEMS = 100
 SIZES = tuple(sorted({base << power for power in range(24) for base in (2, 3)}))
 
 
-class Found(NamedTuple):
-    """Losses and other figures of the records of a batch. Private."""
-
-    losses: Tensor
-    figures: dict[str, Tensor]
-
-
 @dataclass(eq=False)
 class _Graph:
     """A captured pass over a batch of one size, and where its inputs and outputs lie.
@@ -85,6 +78,14 @@ class _Graph:
     arguments: list[Tensor]
     replays: list[Callable[[], None]] = field(default_factory=list)
     found: Any = None  # losses and other figures, or outputs
+    # of a call of the model: which outputs have no gradient, and the gradients of the others
+    constant: list[bool] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    tape: Tape | None = None
+
+    def __post_init__(self) -> None:
+        self.scale = torch.ones_like(self.rows, dtype=torch.float64)
+        self.counted = torch.ones_like(self.rows, dtype=torch.bool)
 
     def load(self, batch: Any, count: int, arguments: Sequence[Any] = ()) -> None:
         """Put a batch of `count` records into place, and copies of one where there is room left."""
@@ -99,22 +100,7 @@ class _Graph:
 
     @property
     def keep(self) -> Tensor:
-        return self.rows < self.count
-
-
-@dataclass(eq=False)
-class _CallGraph(_Graph):
-    constant: list[bool] = field(default_factory=list)  # which outputs have no gradient
-    gradients: list[Tensor] = field(default_factory=list)
-    tape: Tape | None = None
-
-    def __post_init__(self) -> None:
-        self.scale = torch.ones_like(self.rows, dtype=torch.float64)
-        self.counted = torch.ones_like(self.rows, dtype=torch.bool)
-
-    @property
-    def keep(self) -> Tensor:
-        return super().keep & self.counted
+        return (self.rows < self.count) & self.counted
 
 
 class _Graphs:
@@ -137,7 +123,7 @@ class _Graphs:
         self._sizes = tuple(sorted(set(padded_sizes(*sample)[:-1])))
         self._replayed = 0
         self._seen: set[object] = set()
-        self._graphs: dict[object, Any] = {}
+        self._graphs: dict[object, _Graph] = {}
         self._changes = 0
         self._pool: Any = None
         self.why_not: str | None = None  # once it is known that passes cannot be captured
@@ -188,8 +174,8 @@ class _Graphs:
         count: int,
         most: int | None,
         arguments: Any,
-        capture: Callable[[int], Any],
-    ) -> Any:
+        capture: Callable[[int], _Graph | None],
+    ) -> _Graph | None:
         """A graph for a batch, captured now if need be, before its first replay."""
         found = self._find(batch, count, most, arguments)
         if found is None:
@@ -216,9 +202,7 @@ class _Graphs:
             self._begin(self._module.sums)
         return graph
 
-    def _places(
-        self, kind: type[_Graph], room: int, batch: Any, arguments: Sequence[Any] = ()
-    ) -> Any:
+    def _places(self, room: int, batch: Any, arguments: Sequence[Any] = ()) -> _Graph:
         """Memory for what a graph reads, with a batch in it of which no record counts."""
         given = tensors_of(batch)
         device = given[0].device
@@ -227,7 +211,7 @@ class _Graphs:
         if not self.totals:
             trained = self._records.trained
             self.totals = empty_like({n: widen(value.detach()) for n, value in trained.items()})
-        graph = kind(
+        graph = _Graph(
             Surroundings(self._owner, self._records.models),
             [value.new_empty(room, *value.shape[1:]) for value in given],
             torch.arange(room, device=device),
@@ -243,7 +227,7 @@ class _Graphs:
         graph.count.zero_()  # so that what is computed to capture it adds zero
         return graph
 
-    def _capture(self, graph: _Graph, *functions: Callable[[], None]) -> Any:
+    def _capture(self, graph: _Graph, *functions: Callable[[], None]) -> _Graph | None:
         """A graph with replays of functions; None where they cannot be captured."""
         device = graph.rows.device
         if self._pool is None and device.type == "cuda":
@@ -260,9 +244,14 @@ class _Graphs:
             return graph
         except DpsurError:
             raise
-        except Exception as error:  # a function that reads the device, or that has no memory left
-            self._give_up(_reason(error))
-            return None
+        except torch.OutOfMemoryError:
+            self._give_up("there is too little memory for a graph")
+        except Exception as error:  # without its text, which may quote a record
+            self._give_up(
+                f"the function raises {type(error).__name__} while it is captured, as code does "
+                "that reads values on the host"
+            )
+        return None
 
     def _begin(self, sums: Sums) -> None:
         """Before a replay: the totals of another step are forgotten."""
@@ -291,13 +280,18 @@ class GradientGraphs(_Graphs):
         most: int | None,
         args: tuple[Any, ...],
         kwargs: Any,
-    ) -> Found | None:
-        values = _inputs((args, kwargs))
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Losses and other figures of the records of a batch. Private."""
+        values = [value for value in leaves_of((args, kwargs)) if _is_input(value)]
 
-        def capture(room: int) -> Any:
-            graph = self._places(_Graph, room, batch, values)
-            inner = with_tensors(batch, graph.batch)
-            inner_args, inner_kwargs = _with_inputs((args, kwargs), graph.arguments)
+        def capture(room: int) -> _Graph | None:
+            graph = self._places(room, batch, values)
+            inner, following = with_tensors(batch, graph.batch), iter(graph.arguments)
+            inner_args, inner_kwargs = map_tensors(
+                lambda _: next(following),
+                (args, kwargs),
+                otherwise=lambda value: next(following) if _is_input(value) else value,
+            )
 
             def gradients() -> None:
                 tape, *graph.found = self._records.tape(
@@ -315,18 +309,12 @@ class GradientGraphs(_Graphs):
         with self._module.randomness():
             graph.replays[0]()
         losses, figures = graph.found
-        return Found(
-            losses[:count].clone(),
-            {name: value[:count].clone() for name, value in figures.items()},
-        )
+        figures = {name: value[:count].clone() for name, value in figures.items()}
+        return losses[:count].clone(), figures
 
 
-@dataclass(eq=False)
-class CapturedCall:
-    """A replayed call of a module: its outputs, and what clips their gradients."""
-
-    outputs: Any
-    clip: Callable[[float | Tensor, Tensor | None], None]
+# Clips the gradients of the outputs of a call, times a scale, of the records that count.
+Clip = Callable[[float | Tensor, Tensor | None], None]
 
 
 class CallGraphs(_Graphs):
@@ -342,7 +330,8 @@ class CallGraphs(_Graphs):
 
     def run(
         self, function: Callable[[Any], Any], batch: Any, count: int, most: int | None
-    ) -> CapturedCall | None:
+    ) -> tuple[Any, Clip] | None:
+        """Outputs of a replayed call, and what clips their gradients."""
         sums = self._module.sums
         if not torch.is_grad_enabled() or self._forward_in is sums:
             return None
@@ -369,10 +358,10 @@ class CallGraphs(_Graphs):
             graph.replays[1]()
             self._forward_in = None
 
-        return CapturedCall(with_tensors(graph.found, outputs), clip)
+        return with_tensors(graph.found, outputs), clip
 
-    def _captured(self, function: Callable[[Any], Any], batch: Any, room: int) -> Any:
-        graph = self._places(_CallGraph, room, batch)
+    def _captured(self, function: Callable[[Any], Any], batch: Any, room: int) -> _Graph | None:
+        graph = self._places(room, batch)
         inner = with_tensors(batch, graph.batch)
 
         def forward() -> None:
@@ -382,12 +371,11 @@ class CallGraphs(_Graphs):
 
         def backward() -> None:
             tape, outputs = graph.tape, tensors_of(graph.found)
+            assert tape is not None
             if not graph.gradients:
                 graph.gradients = [torch.zeros_like(value) for value in outputs]
             pairs = [
-                (value, gradient)
-                for value, gradient in zip(outputs, graph.gradients, strict=True)
-                if value.requires_grad
+                pair for pair in zip(outputs, graph.gradients, strict=True) if pair[0].requires_grad
             ]
             # a backward pass is outside of the autocast that the call may be in
             with only_trusted_rules(), torch.autocast(graph.rows.device.type, enabled=False):
@@ -410,7 +398,7 @@ class _Replayed(torch.autograd.Function):
     """Outputs of a replayed forward pass; their gradients are put where its backward pass reads."""
 
     @staticmethod
-    def forward(ctx: Any, graph: _CallGraph, count: int, _: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, graph: _Graph, count: int, _: Tensor) -> tuple[Tensor, ...]:
         ctx.graph, ctx.count = graph, count
         found = tuple(value[:count].clone() for value in tensors_of(graph.found))
         constant = zip(found, graph.constant, strict=True)
@@ -508,20 +496,18 @@ def _readings(owner: Any, models: Sequence[nn.Module]) -> Iterator[tuple[str, Ca
     """What a function and those that it calls read by name, and what modules hold."""
     functions, objects = ([], []) if owner is None else _reached(owner)
     for function in functions:
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        ):
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
             yield name, partial(_content, cell)
-        for name in _globals_in(function.__code__):
+        for name in _globals_in(function):
             yield name, partial(function.__globals__.get, name)
     for one in objects:
         for name in _names_in(functions):
             yield name, partial(vars(one).get, name)
-    for model in models:
-        for module in model.modules():
-            for held in (vars(module), module._parameters, module._buffers):
-                for name in list(held):
-                    yield name, partial(held.get, name)
+    for module in (module for model in models for module in model.modules()):
+        for held in (vars(module), module._parameters, module._buffers):
+            for name in list(held):
+                yield name, partial(held.get, name)
 
 
 def _reached(owner: Any) -> tuple[list[FunctionType], list[Any]]:
@@ -542,7 +528,7 @@ def _reached(owner: Any) -> tuple[list[FunctionType], list[Any]]:
             if value not in functions and (value is owner or not _is_library(value.__module__)):
                 functions.append(value)
                 ahead += map(_content, value.__closure__ or ())
-                ahead += map(value.__globals__.get, _globals_in(value.__code__))
+                ahead += map(value.__globals__.get, _globals_in(value))
         elif _has_attributes(value) and not any(value is one for one in objects):
             objects.append(value)
             ahead += () if isinstance(value, (type, ModuleType)) else type(value).__mro__
@@ -566,49 +552,38 @@ def _has_attributes(value: Any) -> bool:
     return home != "builtins" and not _is_library(home)
 
 
+def _codes(functions: Iterable[FunctionType]) -> list[CodeType]:
+    """Their code, and that of functions inside of them."""
+    found = [one.__code__ for one in functions]
+    for code in found:
+        found += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return found
+
+
 def _names_in(functions: Sequence[FunctionType]) -> list[str]:
-    ahead, found = [one.__code__ for one in functions], {"__call__"}
-    while ahead:
-        code = ahead.pop()
-        found.update(code.co_names)
-        ahead += [one for one in code.co_consts if isinstance(one, CodeType)]
-    return sorted(found)
+    return sorted({"__call__", *(name for code in _codes(functions) for name in code.co_names)})
 
 
-def _globals_in(code: CodeType) -> list[str]:
-    own = [one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"]
-    inner = [_globals_in(one) for one in code.co_consts if isinstance(one, CodeType)]
-    return [*own, *(name for names in inner for name in names)]
+def _globals_in(function: FunctionType) -> list[str]:
+    read = (one for code in _codes([function]) for one in dis.get_instructions(code))
+    return [one.argval for one in read if one.opname == "LOAD_GLOBAL"]
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Tensors and whatever else a tree holds."""
+    found: list[Any] = []
+    map_tensors(found.append, tree, otherwise=found.append)
+    return found
 
 
 def _is_input(value: Any) -> bool:
     return isinstance(value, (Tensor, float))
 
 
-def _inputs(arguments: Any) -> list[Any]:
-    found: list[Any] = []
-    map_tensors(
-        found.append,
-        arguments,
-        otherwise=lambda value: found.append(value) if _is_input(value) else None,
-    )
-    return found
-
-
-def _with_inputs(arguments: Any, values: Sequence[Tensor]) -> Any:
-    following = iter(values)
-    return map_tensors(
-        lambda _: next(following),
-        arguments,
-        otherwise=lambda value: next(following) if _is_input(value) else value,
-    )
-
-
 def _comparable(arguments: Any, batch: Any) -> bool:
     """Whether all arguments are inputs of a graph, or constants whose text says what they are."""
-    given: list[Any] = []
     try:
-        map_tensors(given.append, (arguments, batch), otherwise=given.append)
+        given = leaves_of((arguments, batch))
     except Exception:  # a dataclass that cannot be made of other values
         return False
     plain = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, Unreadable)
@@ -636,13 +611,3 @@ def _constant(value: Any) -> Any:
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     return "number" if _is_input(value) else repr(value)
-
-
-def _reason(error: Exception) -> str:
-    """Why a capture failed, for a log that everyone may read: messages may quote a record."""
-    if isinstance(error, torch.OutOfMemoryError):  # whose text would tell the size of the batch
-        return "there is too little memory for a graph"
-    return (
-        f"the function raises {type(error).__name__} while it is captured, as code does that reads "
-        "values on the host"
-    )

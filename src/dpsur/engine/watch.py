@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dpsur.engine.captured import CallGraphs, CapturedCall, rows_with_nan
+from dpsur.engine.captured import CallGraphs, Clip, leaves_of, rows_with_nan
 from dpsur.engine.loss_graph import REMEDY, Cut, below, calls_meet, check_loss_graph
 from dpsur.engine.sharding import Sharding
 from dpsur.engine.weights import TrainedModule
@@ -57,7 +57,7 @@ class WatchedCall:
     returned: list[tuple[Tensor, int]] = field(default_factory=list)
     cut: set[tuple[Any, int]] = field(default_factory=set)  # where their graphs begin
     differentiated: bool = False
-    replay: CapturedCall | None = None  # instead of a tape
+    clip: Clip | None = None  # of a captured call, instead of a tape
     given: list[Tensor] = field(default_factory=list)
 
 
@@ -210,9 +210,10 @@ class Watcher(TrainedModule):
         made = WatchedCall(None, count, given=tensors_of(given))
         with self._sharded, self.paused():
             if self.graphs is not None and name == "forward" and not below:
-                made.replay = self.graphs.run(call, alone, count, self._owner._loader.poisson.most)
-            if made.replay is not None:
-                return self._outputs(made, made.replay.outputs)
+                replay = self.graphs.run(call, alone, count, self._owner._loader.poisson.most)
+                if replay is not None:
+                    found, made.clip = replay
+                    return self._outputs(made, found)
             made.tape, found = self.records.run(call, alone, count, randomness=self.randomness)
         made.tape.recording = False  # until a loss was inspected
         return self._outputs(made, found)
@@ -237,8 +238,7 @@ class Watcher(TrainedModule):
 
     def _check_constants(self, name: str, given: Arguments) -> None:
         """Refuse another number or text than in the first call: the batch may have decided it."""
-        found: list[Any] = []
-        map_tensors(lambda _: None, (given.args, given.kwargs), otherwise=found.append)
+        found = leaves_of((given.args, given.kwargs))
         plain = repr([one for one in found if isinstance(one, (Real, str, bytes))])
         batch, count = self._made
         due = self._owner.due
@@ -352,7 +352,7 @@ class Watcher(TrainedModule):
             )
         if len(calls) > 1:
             self.graphs = None  # a captured call clips by itself
-            if any(one.replay is not None for one in calls):
+            if any(one.clip is not None for one in calls):
                 raise StepError(
                     "the loss goes through several calls of the model, of which one was captured "
                     "before; call the model in the same way in every batch"
@@ -378,8 +378,8 @@ class Watcher(TrainedModule):
         counted = self._owner.expect(calls[0].rows)
         for call in calls:
             call.differentiated = True
-        if calls[0].replay is not None:
-            calls[0].replay.clip(scale, counted)
+        if calls[0].clip is not None:
+            calls[0].clip(scale, counted)
             self.sums.add(calls[0].rows, {})
             self.gradients.mark(self.unwatched)
             return
