@@ -20,7 +20,7 @@ from dpsur.engine import loader as loader_module
 from dpsur.engine import steps as steps_module
 from dpsur.engine.loader import (
     LENGTHS,
-    CollateAlone,
+    Collate,
     PrivateBatch,
     groups_of,
     records_in,
@@ -343,19 +343,20 @@ def test_no_made_up_value_reaches_the_model():
 def test_texts_are_padded_by_their_own_length():
     pad = {"tokens": 7, "mask": 0}
     texts = [{"tokens": torch.arange(n), "mask": torch.ones(n)} for n in (3, 9, 8, 40)]
-    collate = CollateAlone(torch.utils.data.default_collate, pad)
+    collate = Collate(torch.utils.data.default_collate, texts)
+    collate.alone, collate.pad = True, pad
     shapes = dict.fromkeys(range(4))
     for others in ([], texts):
         for place, text in enumerate(texts):
             batch = collate([text, *others])
             (group,) = [
-                g for g in groups_of(batch) if g.batch["tokens"].shape[-1] >= len(text["tokens"])
+                g for g in groups_of(batch) if g["tokens"].shape[-1] >= len(text["tokens"])
             ][:1]
-            length = group.batch["tokens"].shape[-1]
+            length = group["tokens"].shape[-1]
             assert length == next(n for n in LENGTHS if n >= len(text["tokens"]))
             assert shapes[place] in (None, length)
             shapes[place] = length
-            assert (group.batch["tokens"][0, 0, len(text["tokens"]) :] == 7).all()
+            assert (group["tokens"][0, 0, len(text["tokens"]) :] == 7).all()
 
 
 def test_what_is_no_tensor_cannot_be_read():
@@ -416,7 +417,7 @@ def test_no_record_sees_what_a_batch_has_computed_of_others(mutant, monkeypatch)
         return {"loss": F.cross_entropy(model(one.x), one.y), "scale": one.scale}
 
     batch = next(iter(loader))
-    own = [group.batch.x.abs().sum((1, 2)) for group in groups_of(batch)]
+    own = [group.x.abs().sum((1, 2)) for group in groups_of(batch)]
     found = step(batch)
     assert torch.allclose(found["scale"], torch.cat(own).mean()) is not mutant
 

@@ -60,7 +60,7 @@ def test_views_are_averaged_inside_one_clipped_gradient(build, shape, monkeypatc
 
     batch = next(iter(loader))
     (group,) = groups_of(batch)
-    x, y = (value.squeeze(1) for value in group.batch)
+    x, y = (value.squeeze(1) for value in group)
     step(batch)
     expected = by_hand(plain, x, y, CLIP)
     for value, parameter in zip(expected, model.parameters(), strict=True):

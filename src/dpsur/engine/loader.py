@@ -7,7 +7,7 @@ nothing but a private step can open.
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,7 +33,7 @@ from torch.utils.data import (
 from dpsur import checks
 from dpsur.errors import Fixed, InvalidInputError, OpaqueBatchError, StepError
 from dpsur.functional.persons import PersonRecords
-from dpsur.functional.tree import contexts_of, keep, map_tensors, tensors_of
+from dpsur.functional.tree import contexts_of, keep, map_tensors, row_count, tensors_of
 from dpsur.mechanism.gaussian import poisson_sample
 from dpsur.mechanism.streams import BATCH, VAL_BATCH, Stream, Streams
 
@@ -61,17 +61,6 @@ class Unreadable:
         )
 
 
-@dataclass(frozen=True)
-class Group:
-    """Records of one shape: every tensor has them in front of what the collate function gives.
-
-    With persons each is what it gives for the records of one of them.
-    """
-
-    records: int
-    batch: Any
-
-
 _OPENED = (
     "a private step alone opens it; pass it on, as in `step(batch)`, and use it inside the function"
 )
@@ -81,10 +70,12 @@ class PrivateBatch:
     """The records of a step, for a private step alone. Their number is private.
 
     A loop can move it to a device and pass it on. What it holds is for `groups_of`, which a private
-    step calls: a loop that read a batch could pass values of some records on to others.
+    step calls: a loop that read a batch could pass values of some records on to others. Each group
+    has records of one shape, in front of what the collate function gives for one record, or for the
+    records of one person.
     """
 
-    def __init__(self, groups: tuple[Group, ...]) -> None:
+    def __init__(self, groups: tuple[Any, ...]) -> None:
         self.__groups = groups
 
     def __repr__(self) -> str:
@@ -96,11 +87,11 @@ class PrivateBatch:
             raise AttributeError(name)
         raise OpaqueBatchError(f"a batch of the private loader has no .{name}: {_OPENED}")
 
-    def __iter__(self) -> Iterator[Any]:
-        raise OpaqueBatchError(f"a batch of the private loader cannot be taken apart: {_OPENED}")
-
     def __getitem__(self, _: Any) -> Any:
         raise OpaqueBatchError(f"a batch of the private loader cannot be taken apart: {_OPENED}")
+
+    def __iter__(self) -> Iterator[Any]:
+        return self[0]  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         raise OpaqueBatchError(f"the size of a private batch is private: {_OPENED}")
@@ -119,10 +110,7 @@ class PrivateBatch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "PrivateBatch":
         return PrivateBatch(
-            tuple(
-                Group(group.records, map_tensors(change, group.batch, otherwise=keep))
-                for group in self.__groups
-            )
+            tuple(map_tensors(change, group, otherwise=keep) for group in self.__groups)
         )
 
 
@@ -141,70 +129,14 @@ def _comparable(value: Any) -> object:
     return (type(value), value) if plain else object()
 
 
-def groups_of(batch: PrivateBatch) -> tuple[Group, ...]:
+def groups_of(batch: PrivateBatch) -> tuple[Any, ...]:
     """The records of a batch, by their shape. Private."""
-    found: tuple[Group, ...] = vars(batch)["_PrivateBatch__groups"]
-    return found
+    return vars(batch)["_PrivateBatch__groups"]  # type: ignore[no-any-return]
 
 
 def records_in(batch: PrivateBatch) -> int:
     """How many records, or persons, a batch holds. Private."""
-    return sum(group.records for group in groups_of(batch))
-
-
-@dataclass(frozen=True)
-class CollateAlone:
-    """Collates each record alone and groups records of one shape.
-
-    Texts are padded to the next of a few public lengths, each by its own length: `pad` gives the
-    value for each tensor that is padded in its last dimension, and `None` pads nothing. With
-    `persons` a list of records is collated for each of them, as one batch.
-    """
-
-    collate: Callable[[list[Any]], Any]
-    pad: Mapping[str, float] | None = None
-    persons: bool = False
-
-    def __call__(self, records: Sequence[Any]) -> PrivateBatch:
-        if not records:
-            return PrivateBatch(())
-        if self.collate is default_collate and self.pad is None and not self.persons:
-            try:  # which joins each record's tensors as they are, or raises; all tensors or nothing
-                tensors = map_tensors(
-                    lambda value: value.unsqueeze(1), default_collate(list(records))
-                )
-                return PrivateBatch((Group(len(records), tensors),))
-            except (RuntimeError, TypeError):
-                pass
-        groups: dict[object, list[Any]] = {}
-        for record in records:
-            own = record if self.persons else [record]
-            joined = self.collate(own)
-            alone = self._padded(map_tensors(lambda value: value, joined, otherwise=_readable))
-            _check_tensors(alone, joined)
-            shape = tuple((value.shape, value.dtype) for value in tensors_of(alone))
-            groups.setdefault((shape, settings_of(alone)), []).append(alone)
-        return PrivateBatch(
-            tuple(
-                Group(
-                    len(group),
-                    map_tensors(lambda *values: torch.stack(values), *group, otherwise=keep),
-                )
-                for group in groups.values()
-            )
-        )
-
-    def _padded(self, alone: Any) -> Any:
-        if self.pad is None or not isinstance(alone, Mapping):
-            return alone
-        found = {}
-        for name, value in alone.items():
-            if name in self.pad and isinstance(value, Tensor) and value.dim() > 1:
-                length = value.shape[-1]
-                more = next((each for each in LENGTHS if each >= length), length) - length
-                value = F.pad(value, (0, more), value=self.pad[name])
-            found[name] = value
-        return found
+    return sum(map(row_count, groups_of(batch)))
 
 
 def collate_apart(collate: Callable[[list[Any]], Any], records: list[Any]) -> Any:
@@ -260,13 +192,6 @@ def padding_of(collate: Any) -> dict[str, float] | None:
     }
 
 
-def _readable(value: Any) -> Any:
-    """A number as a tensor; anything else cannot be read."""
-    if isinstance(value, (bool, int, float)):
-        return torch.tensor([value])
-    return Unreadable(type(value).__name__)
-
-
 def _check_tensors(found: Any, joined: Any) -> None:
     if not tensors_of(found):
         raise InvalidInputError(
@@ -284,8 +209,7 @@ def opened(batch: Any) -> PrivateBatch:
             "a private step was given tensors with different numbers of rows; pass it the batch "
             "that the loader yields, or tensors with a row per record"
         )
-    one = map_tensors(lambda value: value.unsqueeze(1), batch, otherwise=keep)
-    return PrivateBatch((Group(rows, one),))
+    return PrivateBatch((map_tensors(lambda value: value.unsqueeze(1), batch, otherwise=keep),))
 
 
 # Poisson sampling takes their place; it is over the whole data set, for any rank.
@@ -413,7 +337,7 @@ class PoissonSampler(Sampler[list[Any]]):
         *,
         by_record: bool = False,
     ) -> None:
-        self.size, self._sample_rate, self._streams = size, sample_rate, streams
+        self.size, self._sample_rate, self.streams = size, sample_rate, streams
         self.expected = max(1, math.ceil(sample_rate * size))
         self.persons, self.by_person = persons, persons is not None and not by_record
         self.steps: Sequence[int] = ()
@@ -438,7 +362,7 @@ class PoissonSampler(Sampler[list[Any]]):
         planned: deque[Microbatch] = deque()
         self.planned = planned
         for step in self.steps:
-            stream = self._streams().at(step)[BATCH]
+            stream = self.streams().at(step)[BATCH]
             drawn = poisson_sample(self.size, self.sample_rate, stream)
             rows = self.units(drawn, stream)
             # all ranks make as many passes as the one with most records: some need each other's
@@ -458,25 +382,23 @@ class PoissonSampler(Sampler[list[Any]]):
 class Collate:
     """The user's way to join records; for none of them, zeros in the place of one.
 
-    With `persons` it is given a list of records for each of them.
+    With `persons` it is given a list of records for each of them. For private steps records are
+    collated `alone`, or those of one person, and texts padded to the next of a few public lengths,
+    each by its own length: `pad` gives the value for each tensor that is padded in its last
+    dimension, and `None` pads nothing.
     """
 
     def __init__(
-        self,
-        collate: Callable[[list[Any]], Any],
-        dataset: Any,
-        *,
-        persons: bool = False,
+        self, collate: Callable[[list[Any]], Any], dataset: Any, *, persons: bool = False
     ) -> None:
         self.collate, self.dataset, self.persons = collate, dataset, persons
-        self.alone: CollateAlone | None = None  # for private steps
+        self.alone, self.pad = False, padding_of(collate)
 
     def __call__(self, records: list[Any]) -> Any:
-        """A batch of some records, or the placeholder; for a private step each record alone."""
         if isinstance(records, JoinedRows):
-            return list(records) if self.alone is None else opened(list(records))
-        if self.alone is not None:
-            return self.alone(records)
+            return opened(list(records)) if self.alone else list(records)
+        if self.alone:
+            return self._alone(records)
         if self.persons:
             records = [record for own in records for record in own]
         if records:
@@ -488,6 +410,47 @@ class Collate:
             self.collate([self.dataset[0]]),
             otherwise=lambda value: type(value)() if isinstance(value, plain) else None,
         )
+
+    def _alone(self, records: list[Any]) -> PrivateBatch:
+        if not records:
+            return PrivateBatch(())
+        if self.collate is default_collate and self.pad is None and not self.persons:
+            # it joins each record's tensors as they are, or raises; all tensors or nothing
+            with suppress(RuntimeError, TypeError):
+                joined = default_collate(records)
+                return PrivateBatch((map_tensors(lambda value: value.unsqueeze(1), joined),))
+        groups: dict[object, list[Any]] = {}
+        for record in records:
+            joined = self.collate(record if self.persons else [record])
+            alone = self._padded(map_tensors(lambda value: value, joined, otherwise=_readable))
+            _check_tensors(alone, joined)
+            shape = tuple((value.shape, value.dtype) for value in tensors_of(alone))
+            groups.setdefault((shape, settings_of(alone)), []).append(alone)
+        return PrivateBatch(
+            tuple(
+                map_tensors(lambda *values: torch.stack(values), *group, otherwise=keep)
+                for group in groups.values()
+            )
+        )
+
+    def _padded(self, alone: Any) -> Any:
+        if self.pad is None or not isinstance(alone, Mapping):
+            return alone
+        found = dict(alone)
+        for name, padding in self.pad.items():
+            value = alone.get(name)
+            if isinstance(value, Tensor) and value.dim() > 1:
+                length = value.shape[-1]
+                more = next((each for each in LENGTHS if each >= length), length) - length
+                found[name] = F.pad(value, (0, more), value=padding)
+        return found
+
+
+def _readable(value: Any) -> Any:
+    """A number as a tensor; anything else cannot be read."""
+    if isinstance(value, (bool, int, float)):
+        return torch.tensor([value])
+    return Unreadable(type(value).__name__)
 
 
 _WORKERS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
@@ -522,10 +485,13 @@ class PrivateLoader(DataLoader[Any]):
             dataset = PersonData(dataset)
         elif type(dataset) is TensorDataset and loader.collate_fn is default_collate:
             dataset = TensorRows(*dataset.tensors)
+        own, self.joined = (
+            Collate(loader.collate_fn, loader.dataset, persons=by_person) for _ in range(2)
+        )
         super().__init__(
             dataset,
             batch_sampler=sampler,
-            collate_fn=Collate(loader.collate_fn, loader.dataset, persons=by_person),
+            collate_fn=own,
             generator=loader.generator,
             **options,
         )
@@ -536,14 +502,14 @@ class PrivateLoader(DataLoader[Any]):
 
     def collate_alone(self) -> None:
         """Yield opaque batches from now on, for private steps."""
-        own = cast(Collate, self.collate_fn)
-        own.alone = CollateAlone(own.collate, padding_of(own.collate), persons=own.persons)
+        cast(Collate, self.collate_fn).alone = True
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Any:
-        if cast(Collate, self.collate_fn).alone is None:
+        own = cast(Collate, self.collate_fn)
+        if not own.alone:
             if self.poisson.by_person:
                 raise StepError(
                     "loss.backward() cannot tell whose records a batch holds; write the loss as "
@@ -552,9 +518,8 @@ class PrivateLoader(DataLoader[Any]):
                     code="persons-need-private-step",
                 )
             if not torch.is_grad_enabled():  # to evaluate a model: no step can be made
-                collate = cast(Collate, self.collate_fn).collate
                 dataset, most = self.plain.dataset, self.poisson.most or self.poisson.expected
-                return iter(DataLoader(dataset, most, collate_fn=collate, **self.workers))
+                return iter(DataLoader(dataset, most, collate_fn=own.collate, **self.workers))
         self.poisson.steps = self.owner.begin_epoch(self.length)
         return self._batches(super().__iter__())
 
@@ -568,30 +533,7 @@ class PrivateLoader(DataLoader[Any]):
             self.owner.yielded(planned.popleft(), batch)
             yield batch
 
-
-def _of_equal_size(units: list[Any], most: int) -> list[list[Any]]:
-    found: dict[int, list[Any]] = {}
-    for unit in units:
-        found.setdefault(len(unit), []).append(unit)
-    return [
-        same[start : start + most] for same in found.values() for start in range(0, len(same), most)
-    ]
-
-
-def plain_loader(loader: Any) -> Any:
-    """The loader that a private one was made from: each engine draws batches of its own."""
-    return loader.plain if isinstance(loader, PrivateLoader) else loader
-
-
-class TestReader:
-    """Reads the records of a test in microbatches, with the workers of a private loader."""
-
-    def __init__(self, loader: PrivateLoader, streams: Callable[[], Streams]) -> None:
-        self._loader, self._streams = loader, streams
-        own = cast(Collate, loader.collate_fn)
-        self.collate = Collate(own.collate, own.dataset, persons=own.persons)
-
-    def read(
+    def for_test(
         self, step: int | Tensor, rate: float | None, *, here: bool = False
     ) -> Iterator[tuple[int, Any]]:
         """This rank's share of all records, or of a Poisson sample, as the loader joins them.
@@ -601,8 +543,8 @@ class TestReader:
         persons are drawn, those of a microbatch have the same number of rows, and it comes with the
         number of persons.
         """
-        loader, streams = self._loader, self._streams()
-        sampler, stream = loader.poisson, streams.at(step)[VAL_BATCH]
+        sampler, streams = self.poisson, self.poisson.streams()
+        stream = streams.at(step)[VAL_BATCH]
         drawn = torch.arange(sampler.size, device="cpu")
         if rate is not None:
             drawn = poisson_sample(sampler.size, rate, stream)
@@ -612,17 +554,29 @@ class TestReader:
         most = sampler.most or (longest if here else sampler.expected)
         parts = [units[start : start + most] for start in range(0, longest, most)]
         if sampler.by_person:
-            parts = _of_equal_size(units, most) or [[]]
-        data = cast(Any, loader.dataset)
-        batches: Iterable[Any] = (self.collate([data[row] for row in part]) for part in parts)
+            sizes: dict[int, list[Any]] = {}
+            for unit in units:
+                sizes.setdefault(len(unit), []).append(unit)
+            parts = [
+                same[start : start + most]
+                for same in sizes.values()
+                for start in range(0, len(same), most)
+            ] or [[]]
+        data = cast(Any, self.dataset)
+        batches: Iterable[Any] = (self.joined([data[row] for row in part]) for part in parts)
         if not here:
             batches = DataLoader(
-                loader.dataset,
+                self.dataset,
                 batch_sampler=cast(Any, parts),
-                collate_fn=self.collate,
-                **loader.workers,
+                collate_fn=self.joined,
+                **self.workers,
             )
         yield from zip(map(len, parts), batches, strict=True)
+
+
+def plain_loader(loader: Any) -> Any:
+    """The loader that a private one was made from: each engine draws batches of its own."""
+    return loader.plain if isinstance(loader, PrivateLoader) else loader
 
 
 @contextmanager

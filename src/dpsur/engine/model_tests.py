@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dpsur.engine.criterion import Criterion
-from dpsur.engine.loader import TestReader
+from dpsur.engine.loader import PrivateLoader
 from dpsur.engine.watch import Watcher
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import mode, output_rows
@@ -159,20 +159,20 @@ class ModelTests:
     """Sums of bounded values over the records of a loader (`mechanism.block_tests.Tests`)."""
 
     evaluate: Evaluation
-    reader: TestReader
+    loader: PrivateLoader
     event: Gaussian | SampledGaussian
     records: int  # the public size of the data set, or the number of persons
 
     @cached_property
     def classes(self) -> int:
         """How many classes the model tells apart, by the outputs for a blank record."""
-        found = self.evaluate(self.reader.collate([]))
+        found = self.evaluate(self.loader.joined([]))
         return classes_of(found.outputs, found.targets)
 
     def total(self, quantity: str, state: State, draws: Draws) -> Tensor:
         total = None
         rate = self.event.sample_rate if isinstance(self.event, SampledGaussian) else None
-        for count, batch in self.reader.read(draws.step, rate):
+        for count, batch in self.loader.for_test(draws.step, rate):
             values = self._values(quantity, batch, state, max(1, count))
             if len(values) != max(1, count):
                 raise InvalidInputError(
@@ -220,7 +220,7 @@ class CandidateTest:
     """
 
     watcher: Watcher
-    reader: TestReader
+    loader: PrivateLoader
     loss: BatchLoss
     test: LossTest | CoinTest
     rule: Rule
@@ -228,7 +228,7 @@ class CandidateTest:
 
     def begin(self, state: State, draws: Draws) -> tuple[list[Any], Tensor]:  # noqa: ARG002
         """The batch of a test, in microbatches with their numbers of records, and its loss."""
-        batches = list(self.reader.read(draws.step, self.test.sample_rate, here=True))
+        batches = list(self.loader.for_test(draws.step, self.test.sample_rate, here=True))
         return batches, self._mean_loss(batches, draws)
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:  # noqa: ARG002

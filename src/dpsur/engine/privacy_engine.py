@@ -19,7 +19,6 @@ from dpsur.engine.criterion import Criterion
 from dpsur.engine.loader import (
     PoissonSampler,
     PrivateLoader,
-    TestReader,
     plain_loader,
 )
 from dpsur.engine.procedure import FIRST_CLIP_NORM, Mechanism, make_procedure
@@ -295,7 +294,7 @@ class PrivacyEngine(PrivateLoop):
             self._watcher,
             self._weights,
             self._criterion,
-            TestReader(self._loader, self._batch_streams),
+            self._loader,
         )
         if isinstance(gate, BlockGate):
             assert self._ledger.plan is not None

@@ -9,7 +9,7 @@ from torch.optim import ASGD, SGD, Optimizer
 
 from dpsur import checks
 from dpsur.engine.criterion import Criterion
-from dpsur.engine.loader import TestReader
+from dpsur.engine.loader import PrivateLoader
 from dpsur.engine.model_tests import CandidateTest, Evaluation, ModelTests
 from dpsur.engine.setup import Units
 from dpsur.engine.watch import Watcher
@@ -229,7 +229,7 @@ def make_procedure(
     watcher: Watcher,
     weights: ModuleWeights,
     criterion: Criterion | None,
-    reader: TestReader,
+    loader: PrivateLoader,
 ) -> Procedure:
     """The procedure of `fit` with the same gate, on the weights of a module."""
     gate, metrics, size = mechanism.gate, mechanism.metrics, mechanism.units.size
@@ -237,13 +237,13 @@ def make_procedure(
     if isinstance(gate, BlockGate):
         assert plan is not None
         evaluation = Evaluation(watcher, criterion, gate.outputs, gate.losses)
-        tests = ModelTests(evaluation, reader, plan.test, size)
+        tests = ModelTests(evaluation, loader, plan.test, size)
         rule = _rule_of(gate, weights.optimizer, mechanism.max_grad_norm)
         weights.rates, weights.at_rest = Rates(weights.optimizer), weights.copy_optimizer()
         return RateSearchTraining(plan, updates, tests, rule)
     if metrics is not None:
         assert plan is not None
-        tests = ModelTests(Evaluation(watcher, criterion, metrics.outputs), reader, plan.test, size)
+        tests = ModelTests(Evaluation(watcher, criterion, metrics.outputs), loader, plan.test, size)
         return MeasuredTraining(plan, updates, tests, metrics.patience)
     if gate is None:
         return Selective(updates, AlwaysAccept(), in_place=True)
@@ -251,7 +251,7 @@ def make_procedure(
     assert test is not None
     loss = Evaluation(watcher, criterion).mean_loss if gate.loss is None else gate.loss
     clip = gate.resolve(size).loss_clip if isinstance(gate, LossGate) else None
-    test_gate = CandidateTest(watcher, reader, loss, test, make_rule(test, clip or 0.0))
+    test_gate = CandidateTest(watcher, loader, loss, test, make_rule(test, clip or 0.0))
     return Selective(replace(updates, undoes=True), test_gate, in_place=True)
 
 

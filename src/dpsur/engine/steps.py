@@ -48,7 +48,7 @@ from dpsur.errors import (
 )
 from dpsur.functional.problem import same_bits
 from dpsur.functional.process_settings import seeded_globally
-from dpsur.functional.tree import Params, keep, map_tensors, tensors_of
+from dpsur.functional.tree import Params, keep, map_tensors, row_count, tensors_of
 from dpsur.mechanism.blocks import MeasuredTraining, memory_of
 from dpsur.mechanism.state import Procedure, State, Verdict
 from dpsur.mechanism.streams import LAYERS, Streams
@@ -82,7 +82,7 @@ class PrivateStep:
     capture: bool = True  # as CUDA graphs, on a GPU
     _records: RecordFunction | None = field(default=None, init=False, repr=False)
     _graphs: GradientGraphs | None = field(default=None, init=False, repr=False)
-    _settings: list[object] = field(default_factory=list, init=False, repr=False)
+    _settings: object = field(default=None, init=False, repr=False)  # `settings_of` its batches
 
     def __post_init__(self) -> None:
         function = self.function
@@ -484,20 +484,20 @@ class PrivateLoop:
         limit = step.max_physical_batch_size or self._loader.poisson.most
         groups = groups_of(batch.to(device, non_blocking=True))
         for group in groups:
-            settings = settings_of(group.batch)
-            if step._settings and step._settings != [settings]:
+            settings, rows = settings_of(group), row_count(group)
+            if step._settings not in (None, settings):
                 raise CouplingError(
-                    f"the {type(group.batch).__name__} of a record holds something beside its "
-                    "tensors that other records do not have, and a function could read it; turn "
-                    "it into a tensor, or leave it out"
+                    f"the {type(group).__name__} of a record holds something beside its tensors "
+                    "that other records do not have, and a function could read it; turn it into a "
+                    "tensor, or leave it out"
                 )
-            step._settings = [settings]
-            most = limit or group.records
+            step._settings = settings
+            most = limit or rows
             split = limit if len(groups) == 1 else (limit or self._units.size)
-            for start in range(0, group.records, most):
-                count = min(most, group.records - start)
+            for start in range(0, rows, most):
+                count = min(most, rows - start)
                 some = slice(start, start + count)
-                part = map_tensors(lambda v: v[some], group.batch, otherwise=keep)  # noqa: B023
+                part = map_tensors(lambda v: v[some], group, otherwise=keep)  # noqa: B023
                 if step._graphs is not None:
                     found = step._graphs.run(function, part, count, split, args, kwargs)
                     if found is not None:
