@@ -767,7 +767,7 @@ def test_losses_that_mix_records_are_those_of_each_alone(losses):
     """A record cannot change the losses of others, however they are computed."""
     engine, model, *_ = make(gate={"losses": losses}, max_grad_norm=1.0)
     x, y = (value[:10] for value in points().tensors)
-    found = engine._procedure.tests.evaluate((x, y)).losses
+    found = engine._procedure.tests.evaluate((x, y))[-1]
     model.eval()
     with torch.no_grad():
         wanted = [losses(model, (x[[row]], y[[row]])) for row in range(10)]
@@ -803,9 +803,9 @@ def test_losses_of_more_than_one_number_are_refused(norm):
 def test_a_record_that_is_not_finite_changes_no_others_loss(value, place):
     x, y = (part[:10].clone() for part in points(count=40).tensors)
     engine, *_ = make(gate={"losses": centred}, max_grad_norm=1.0)
-    before = engine._procedure.tests.evaluate((x, y)).losses
+    before = engine._procedure.tests.evaluate((x, y))[-1]
     x[place] = value
-    after = engine._procedure.tests.evaluate((x, y)).losses
+    after = engine._procedure.tests.evaluate((x, y))[-1]
     others = torch.arange(10) != place
     torch.testing.assert_close(after[others], before[others])
     assert after[place].isnan()

@@ -444,7 +444,7 @@ def test_an_interrupted_replay_does_not_count_twice(replays, monkeypatch):
         step(next(iter(loader)))
     batch = next(iter(loader))
     with monkeypatch.context() as patch:
-        patch.setattr(captured, "Found", raising(KeyboardInterrupt))
+        patch.setattr(captured.Sums, "add", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             step(batch)
     assert replays.replays

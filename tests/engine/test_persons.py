@@ -127,7 +127,7 @@ def a_person_adds_a_row_of_norm_one_to_a_test():
     engine.private_step(mean_loss)
     tests, state = engine._procedure.tests, engine._at_hand()
     found = 0
-    for count, batch in tests.reader.read(1, None):
+    for count, batch in tests.loader.for_test(1, None):
         for quantity in ("score", "gradient_norm", "loss_scale"):
             values = tests._values(getattr(model_tests, quantity.upper()), batch, state, count)
             assert len(values) == count

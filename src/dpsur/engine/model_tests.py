@@ -40,15 +40,6 @@ from dpsur.privacy.events import CoinTest, Gaussian, LossTest, SampledGaussian
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """Outputs, targets and losses, each with a row per record."""
-
-    outputs: Any
-    targets: Any
-    losses: Tensor
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """How the records of a batch get outputs, targets and losses, each record alone.
 
@@ -69,23 +60,22 @@ class Evaluation:
                 "gate a loss function"
             )
 
-    def mean_loss(self, _: Any, batch: Any) -> Tensor:
-        return self(batch).losses.mean()
-
-    def __call__(self, batch: Any) -> Evaluated:
+    def __call__(self, batch: Any) -> tuple[Any, Any, Tensor]:
+        """Outputs, targets and losses, each with a row per record."""
         watcher = self.watcher
         records, alone = self._alone(batch)
         with torch.no_grad(), mode(watcher.module, training=False), watcher.paused():
-            _, found = watcher.records.run(self._of_one, alone, records)
-        if watcher.sharding is not None:
-            watcher.sharding.reshard()  # or the next step would not reach gathered weights
-        outputs, targets, losses = found
+            _, (outputs, targets, losses) = watcher.records.run(self._of_one, alone, records)
+        watcher.reshard()  # or the next step would not reach gathered weights
         if not isinstance(losses, Tensor) or losses.numel() != records:
             raise InvalidInputError(
                 "losses of a gate must be a tensor with one dimension, the loss of each record"
             )
         outputs, targets = map_tensors(lambda value: value.flatten(0, 1), (outputs, targets))
-        return Evaluated(outputs, targets, losses.reshape(records))
+        return outputs, targets, losses.reshape(records)
+
+    def mean_loss(self, _: Any, batch: Any) -> Tensor:
+        return self(batch)[-1].mean()
 
     def gradient_norms(self, batch: Any, rows_each: int = 1) -> Tensor:
         """The norm of each record's (or person's) gradient, as in training.
@@ -99,15 +89,10 @@ class Evaluation:
             *_, found = self._of_one(one)
             return found.mean() if watcher.loss_reduction == "mean" else found.sum()
 
-        sharding = watcher.sharding
-        with (
-            mode(watcher.module, training=True),
-            watcher.paused(),
-            nullcontext() if sharding is None else sharding.watched(),
-        ):
+        watched = nullcontext() if watcher.sharding is None else watcher.sharding.watched()
+        with mode(watcher.module, training=True), watcher.paused(), watched:
             tape, *_ = watcher.records.tape(loss, alone, records, randomness=watcher.randomness)
-        if sharding is not None:
-            sharding.reshard()
+        watcher.reshard()
         with torch.no_grad(), precision(tf32=False):
             tape.carry_back()
             if not tape.contributions:
@@ -166,8 +151,8 @@ class ModelTests:
     @cached_property
     def classes(self) -> int:
         """How many classes the model tells apart, by the outputs for a blank record."""
-        found = self.evaluate(self.loader.joined([]))
-        return classes_of(found.outputs, found.targets)
+        outputs, targets, _ = self.evaluate(self.loader.joined([]))
+        return classes_of(outputs, targets)
 
     def total(self, quantity: str, state: State, draws: Draws) -> Tensor:
         total = None
@@ -192,12 +177,12 @@ class ModelTests:
         if quantity == GRADIENT_NORM:
             rows = next(len(value) for value in tensors_of(batch) if value.dim())
             return bins_of(self.evaluate.gradient_norms(batch, rows // units))
-        found = self.evaluate(batch)
-        losses = _unit_means(found.losses, units)
+        outputs, targets, losses = self.evaluate(batch)
+        losses = _unit_means(losses, units)
         if quantity == LOSS_SCALE:
             return bins_of(losses.double().abs())
         if quantity == SCORE:
-            return _unit_means(metrics_of(found.outputs, found.targets), units)
+            return _unit_means(metrics_of(outputs, targets), units)
         assert quantity == LOSS_DECREASE
         assert state.saved is not None
         assert state.memory is not None
@@ -205,7 +190,7 @@ class ModelTests:
         now = {name: value.detach().clone() for name, value in trained.items()}
         try:
             _write(trained, {name: state.saved[START][f"parameter {name}"] for name in trained})
-            before = _unit_means(self.evaluate(batch).losses, units)
+            before = _unit_means(self.evaluate(batch)[-1], units)
         finally:
             _write(trained, now)
         return decreases_of(before, losses, state.memory["loss_scale"])
@@ -244,7 +229,7 @@ class CandidateTest:
 
     def _mean_loss(self, batches: list[tuple[int, Any]], draws: Draws) -> Tensor:
         """Over the records of all ranks; zero for none. A microbatch of none is a placeholder."""
-        module, sharding = self.watcher.module, self.watcher.sharding
+        module = self.watcher.module
         device = next(module.parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         with torch.no_grad(), mode(module, training=False):
@@ -257,8 +242,7 @@ class CandidateTest:
                     )
                 if count:
                     total += count * found.double().reshape(())
-        if sharding is not None:
-            sharding.reshard()  # or the next step would not reach gathered weights
+        self.watcher.reshard()
         records = torch.full_like(total, sum(count for count, _ in batches))
         total, records = draws.ranks.sum(torch.stack([total, records])).unbind()
         return total / records.clamp(min=1)

@@ -249,7 +249,9 @@ def make_procedure(
         return Selective(updates, AlwaysAccept(), in_place=True)
     test = mechanism.test()
     assert test is not None
-    loss = Evaluation(watcher, criterion).mean_loss if gate.loss is None else gate.loss
+    loss = gate.loss
+    if loss is None:
+        loss = Evaluation(watcher, criterion).mean_loss
     clip = gate.resolve(size).loss_clip if isinstance(gate, LossGate) else None
     test_gate = CandidateTest(watcher, loader, loss, test, make_rule(test, clip or 0.0))
     return Selective(replace(updates, undoes=True), test_gate, in_place=True)

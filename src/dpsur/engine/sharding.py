@@ -99,7 +99,6 @@ class Sharding:
                 )
 
     def reshard(self) -> None:
-        """Give gathered weights back, such as those of a call without a backward pass."""
         for part in self._parts:
             part.reshard()
 

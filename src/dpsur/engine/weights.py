@@ -288,9 +288,13 @@ class TrainedModule:
     def device(self) -> torch.device:
         return next(iter(self.trained.values())).device
 
-    def check_parameters(self) -> None:
+    def reshard(self) -> None:
+        """Give gathered weights back, such as those of a call without a backward pass."""
         if self.sharding is not None:
             self.sharding.reshard()
+
+    def check_parameters(self) -> None:
+        self.reshard()
         now = dict(self.module.named_parameters())
         for name, value in self.trained.items():
             if now.get(name) is not value:
