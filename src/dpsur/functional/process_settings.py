@@ -39,11 +39,13 @@ def precision(tf32: bool | None, *, whole_run: bool = False) -> Iterator[None]:
     if tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     try:
+        rounds = [kind for kind in _AUTOCAST if torch.is_autocast_enabled(kind)]
+        if tf32 is None or whole_run or not rounds:
+            yield
+            return
         with ExitStack() as stack:
-            if tf32 is not None and not whole_run:
-                for kind in _AUTOCAST:
-                    if torch.is_autocast_enabled(kind):
-                        stack.enter_context(torch.autocast(kind, enabled=False))
+            for kind in rounds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn

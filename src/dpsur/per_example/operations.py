@@ -164,12 +164,15 @@ def _addmm(
     return watch_linear(tape, output, mat1, mat2, input, transposed=True)
 
 
-OPERATION_RULES: dict[Any, Callable[..., Any]] = {
-    F.linear: linear_map,
+# What layers do not call: without gradients PyTorch batches it.
+PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
     torch.addmm: _addmm,
+}
+OPERATION_RULES: dict[Any, Callable[..., Any]] = PRODUCTS | {
+    F.linear: linear_map,
     F.embedding: embedding_map,
     F.embedding_bag: embedding_bag_map,
     F.conv1d: convolution_map,

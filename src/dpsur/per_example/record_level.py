@@ -56,8 +56,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from dpsur.errors import CouplingError, UnsupportedModelError
 from dpsur.functional.problem import every_module, use_weights, without_flattening
 from dpsur.functional.tree import map_tensors, tensors_of, with_tensors
-from dpsur.per_example.operations import OPERATION_RULES, Call, derive
-from dpsur.per_example.rules import FASTER, RULES, kind_of, layer_fault
+from dpsur.per_example.operations import OPERATION_RULES, PRODUCTS, Call, derive
+from dpsur.per_example.rules import RULES, kind_of, layer_fault
 from dpsur.per_example.tape import Layout, NotSupportedError, Segment, Tape
 
 
@@ -146,14 +146,12 @@ class RecordLevel(TorchFunctionMode):
         try:
             for members in self._members:
                 for module, name in members.items():
-                    trained = self.tape.trains(module) or isinstance(module, _ALWAYS)
-                    rules = RULES if trained else FASTER
-                    kind = kind_of(module, rules)
+                    kind = kind_of(module)
                     fault = layer_fault(module) if module.training else None
                     if fault is not None:
                         forward = partial(_refuse, fault.describe(name, module))
-                    elif kind is not None:
-                        forward = partial(self._layer, rules[kind], kind, module, module.forward)
+                    elif kind is not None and (kind in _ALWAYS or self.tape.trains(module)):
+                        forward = partial(self._layer, kind, module, module.forward)
                     else:
                         continue
                     vars(module)["forward"] = forward
@@ -240,15 +238,9 @@ class RecordLevel(TorchFunctionMode):
     # --- layers ----------------------------------------------------------------------------------
 
     def _layer(
-        self,
-        rule: Callable[..., Any],
-        kind: type[nn.Module],
-        module: nn.Module,
-        own: Any,
-        *args: Any,
-        **kwargs: Any,
+        self, kind: type[nn.Module], module: nn.Module, own: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        given = tensors_of((args, kwargs))
+        rule, given = RULES[kind], tensors_of((args, kwargs))
         on_top = self._on_top()
         if on_top and not self.tape.swaps_weights and self.tape.trains(module):
             # a sharded weight has no other way than its rule: constants, such as positions, enter
@@ -265,7 +257,7 @@ class RecordLevel(TorchFunctionMode):
                 found = _LAYERS[kind](self, rule, module, args, kwargs)
             else:
                 found = self._batched(
-                    partial(rule, module, self.tape), _least_rank(kind, module), given, args, kwargs
+                    partial(rule, module, self.tape), _LEAST_RANKS.get(kind, 1), given, args, kwargs
                 )
             self._note(found)
             return found
@@ -313,7 +305,11 @@ class RecordLevel(TorchFunctionMode):
                 f"PyTorch has no batching rule for {func} that can be relied on"
             )
         special = _SPECIAL.get(func)
-        found = NotImplemented if special is None else special(self, func, args, kwargs)
+        found: Any = NotImplemented
+        if special is not None:
+            found = special(self, func, args, kwargs)
+        elif func in OPERATION_RULES:
+            found = self._by_rule(func, args, kwargs)
         if found is not NotImplemented:
             pass
         elif self._own_tensors and func in _FACTORIES and self._on_top():
@@ -357,14 +353,44 @@ class RecordLevel(TorchFunctionMode):
             raise NotSupportedError("a function of TorchScript on a trained weight")
         return own(script, *args, **kwargs)
 
+    def _by_rule(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation that has a rule, of the records' input and of weights."""
+        tape = self.tape
+        args, kwargs, given = tape.with_params(args, kwargs)
+        trained = any(tape.slot(value) is not None for value in given)
+        if not self._on_top() or not (trained or func in _ALWAYS) or "out" in kwargs:
+            return NotImplemented
+        if func in PRODUCTS and not torch.is_grad_enabled():
+            return NotImplemented
+        place, name = (1, "mat1") if func is torch.addmm else (0, "input")
+        input = args[place] if len(args) > place else kwargs[name]
+        if (
+            trained
+            and not tape.swaps_weights
+            and not self.holds(input)
+            and tape.slot(input) is None
+        ):
+            # a sharded weight has no other way than its rule: constants, such as positions, enter
+            entered = self._for_each_record(input)
+            given = [entered if value is input else value for value in given]
+            (args, kwargs), input = with_tensors((args, kwargs), given), entered
+        records = [value for value in given if self.holds(value)]
+        if not self.holds(input) or any(value.is_complex() for value in given):  # none conjugates
+            return NotImplemented
+        if len(records) > 1 and func is not F.embedding_bag:  # no other rule is for several
+            return NotImplemented
+        rank = _LEAST_RANKS.get(func, 1)
+        if func in (F.layer_norm, F.rms_norm):
+            rank = len(kwargs["normalized_shape"] if len(args) < 2 else args[1])
+        try:
+            return self._batched(partial(OPERATION_RULES[func], tape), rank, records, args, kwargs)
+        except NotSupportedError:
+            return NotImplemented
+
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = self.tape
+        args, kwargs, _ = tape.with_params(args, kwargs)
         call = Call(func, args, kwargs, tape)
-        own = {id(value): tape.params[name] for name, value in tape.own.items()}
-        if any(id(value) in own for value in call.given):
-            held = [own.get(id(value), value) for value in call.given]
-            args, kwargs = with_tensors((args, kwargs), held)
-            call = Call(func, args, kwargs, tape)
         in_place = call.name.endswith("_") and not call.name.endswith("__")
         if in_place and call.name == "requires_grad_":
             return args[0]
@@ -385,21 +411,6 @@ class RecordLevel(TorchFunctionMode):
                 map(is_functorch_wrapped_tensor, tensors_of(found))
             ):  # as drawn at random for each
                 return found
-        elif (
-            func in OPERATION_RULES
-            and self._on_top()
-            and not any(value.is_complex() for value in call.given)  # no rule conjugates
-        ):
-            records = [value for value in call.given if self.holds(value)]
-            rank = _LEAST_RANKS.get(func, 1)
-            if func in (F.layer_norm, F.rms_norm):
-                rank = len(kwargs["normalized_shape"] if len(args) < 2 else args[1])
-            try:
-                if len(records) == 1:  # no rule is for several, and a weight
-                    rule = partial(OPERATION_RULES[func], tape)
-                    return self._batched(rule, rank, records, args, kwargs)
-            except NotSupportedError:
-                pass
         if func in (F.embedding, F.embedding_bag):  # the padding row of one table alone is left out
             raise NotSupportedError("a table of vectors with a copy for each record")
         return call.on([self._copy(value) for value in call.given])
@@ -487,8 +498,22 @@ def _without_tensors(tree: Any) -> Any:
     return with_tensors(tree, [torch.empty(0) for _ in tensors_of(tree)])
 
 
-# Layers that PyTorch cannot batch, trained or not, and one that holds its weights in others.
-_ALWAYS = (nn.RNNBase, nn.RNNCellBase, nn.EmbeddingBag, nn.MultiheadAttention)
+# What has a rule though it is not trained: PyTorch cannot batch it, or not so fast. Attention holds
+# its weights in others.
+_ALWAYS = frozenset(
+    {
+        nn.LSTM,
+        nn.GRU,
+        nn.RNN,
+        nn.LSTMCell,
+        nn.GRUCell,
+        nn.RNNCell,
+        nn.MultiheadAttention,
+        nn.MaxPool2d,
+        F.linear,
+        F.embedding_bag,
+    }
+)
 
 
 _OVERRIDDEN = "has_overridden_vmap_rule"
@@ -617,22 +642,12 @@ def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 # The rank of the input of a layer or an operation without a batch dimension, where it is not 1.
 _LEAST_RANKS: dict[Any, int] = {
-    nn.Embedding: 0,
-    nn.Conv1d: 2,
-    nn.Conv2d: 3,
-    nn.Conv3d: 4,
     nn.MaxPool2d: 3,
     F.embedding: 0,
     F.conv1d: 2,
     F.conv2d: 3,
     F.conv3d: 4,
 }
-
-
-def _least_rank(kind: type[nn.Module], module: nn.Module) -> int:
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        return len(module.normalized_shape)
-    return _LEAST_RANKS.get(kind, 1)
 
 
 def _recurrent(
@@ -689,7 +704,8 @@ def _attention(
     return level.hide(output, axis), None if weights is None else level.hide(weights)
 
 
-_ATTENTION, _CROSS_ENTROPY = signature(nn.MultiheadAttention.forward), signature(F.cross_entropy)
+_ATTENTION = signature(nn.MultiheadAttention.forward)
+_CROSS_ENTROPY = {name: one.default for name, one in signature(F.cross_entropy).parameters.items()}
 _LAYERS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.LSTM: _recurrent,
     nn.GRU: _recurrent,
@@ -794,9 +810,7 @@ def _cross_entropy(
 
     Batched by PyTorch it is made of a dozen small operations.
     """
-    bound = _CROSS_ENTROPY.bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
+    given = _CROSS_ENTROPY | dict(zip(_CROSS_ENTROPY, args, strict=False)) | kwargs
     scores, target = given["input"], given["target"]
     usual = (
         level._on_top()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.functional.process_settings import precision, widen
-from dpsur.functional.tree import Params
+from dpsur.functional.tree import Params, tensors_of, with_tensors
 from dpsur.per_example.contributions import (
     Contribution,
     Factors,
@@ -182,8 +182,8 @@ class Tape:
 
     def __post_init__(self) -> None:
         self.names = {id(value): name for name, value in self.params.items()}
-        # a function may use a weight that it got hold of before the step
         self.names |= {id(value): name for name, value in self.own.items()}
+        self._own = {id(value): self.params[name] for name, value in self.own.items()}
         self._copies: dict[str, Tensor] = {}
         self.copied: set[str] = set()  # weights of operations without a rule
         self._derived: dict[str, tuple[Tensor, Carry]] = {}
@@ -196,6 +196,17 @@ class Tape:
     def slot(self, parameter: Tensor | None) -> str | None:
         """The name of a parameter, or of what was derived of some; None if it is not trained."""
         return self.names.get(id(parameter))
+
+    def with_params(self, args: Any, kwargs: Any) -> tuple[Any, Any, list[Tensor]]:
+        """Arguments with weights of the tape for parameters that code outside holds; their tensors.
+
+        A function may use a weight that it got hold of before the step.
+        """
+        given = tensors_of((args, kwargs))
+        if not self._own.keys().isdisjoint(map(id, given)):
+            given = [self._own.get(id(value), value) for value in given]
+            args, kwargs = with_tensors((args, kwargs), given)
+        return args, kwargs, given
 
     def follows(self, value: Tensor) -> bool:
         """Whether a tensor is a trained weight, or was derived of some."""

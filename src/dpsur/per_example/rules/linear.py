@@ -4,19 +4,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpsur.functional.process_settings import as_autocast_sees, widen
 from dpsur.per_example.contributions import Outer, Output, Products, Rows, Shift
 from dpsur.per_example.kernels import products
 from dpsur.per_example.tape import Tape, Uses
-
-
-def frozen_linear(module: nn.Linear, tape: Tape, input: Tensor) -> Tensor:
-    """A linear layer that is not trained, as beside adapters."""
-    if tape.slot(input) is not None:  # a parameter, which operations follow through functions
-        return F.linear(input, module.weight, module.bias)
-    return _linear(input)(input, module.weight, module.bias)
 
 
 def _linear(x: Tensor) -> Callable[..., Tensor]:
@@ -57,8 +50,10 @@ def watch_linear(
 
     A weight that is `transposed` has the shape (in, out), as that of `Conv1D` of Hugging Face.
     """
-    layout = tape.examples_in(output)
     weight_slot, bias_slot = tape.slot(weight), tape.slot(bias)
+    if weight_slot is None and bias_slot is None:  # not trained, as beside adapters
+        return output
+    layout = tape.examples_in(output)
 
     def record(gradient: Tensor) -> Uses:
         if some is not None:
