@@ -74,12 +74,8 @@ def run(options: argparse.Namespace) -> int:
     tested = [_test(folder, options) for folder in options.folders]
     if options.json:
         found = [
-            {
-                "task": each.task,
-                "records": each.records,
-                "scores": each.scores,
-                "guarantee": each.statement["guarantee"],
-            }
+            {name: getattr(each, name) for name in ("task", "records", "scores")}
+            | {"guarantee": each.statement["guarantee"]}
             for each in tested
         ]
         print(json.dumps(finite(found if len(found) > 1 else found[0]), allow_nan=False))
@@ -95,8 +91,6 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Tested:
-    """A release and how it does on a public test set."""
-
     folder: str
     task: str
     records: int
@@ -327,11 +321,10 @@ def run_predict(options: argparse.Namespace) -> int:
             written.write(f"{line}\n")
     else:
         csv.writer(written, lineterminator="\n").writerows([names, *rows])
-    text = written.getvalue()
     if out is None:
-        print(text, end="")
+        print(written.getvalue(), end="")
         return 0
-    write_atomically(out, text.encode())
+    write_atomically(out, written.getvalue().encode())
     print(f"{out}: predictions for {len(found.values)} records", file=sys.stderr)
     return 0
 
@@ -343,9 +336,8 @@ def table_of(
     targets = ["prediction"]
     if found.values.ndim == 2:
         width = found.values.shape[1]
-        several = model.schema is not None and len(model.schema.target) == width
         targets = [f"prediction_{place}" for place in range(width)] if width > 1 else targets
-        if several and model.schema:
+        if model.schema is not None and len(model.schema.target) == width:
             targets = list(model.schema.target)
     columns: list[Any] = [found.values] if found.values.ndim == 1 else [*found.values.T]
     if found.values.ndim > 2:

@@ -193,21 +193,16 @@ def run_statement(options: argparse.Namespace) -> int:
         if "holdout" in statement:
             raise InvalidInputError(NOT_HELD_OUT)
         plan, unit = plan_from_statement(statement), unit_of(statement)
-        other = (
-            for_replacement(plan, unit)
-            if options.group_size is None
-            else for_group(plan, options.group_size, unit)
-        )
-        fields = converted(statement, other)
-    elif options.format == "nist":
-        fields = nist(statement)
-    elif options.format == "registry":
-        fields = registry(statement)
+        if options.group_size is None:
+            fields = converted(statement, for_replacement(plan, unit))
+        else:
+            fields = converted(statement, for_group(plan, options.group_size, unit))
+    elif options.format == "text" and not options.json:
+        print(render_markdown(statement))
+        return 0
     else:
-        fields = statement
-        if options.format == "text" and not options.json:
-            print(render_markdown(statement))
-            return 0
+        known = {"nist": nist, "registry": registry}
+        fields = known[options.format](statement) if options.format in known else statement
     if options.json or options.format == "json":
         print(json.dumps(finite(fields), indent=2))
     else:

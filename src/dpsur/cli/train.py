@@ -41,7 +41,7 @@ from dpsur.runs.result import Run
 from dpsur.runs.schema_learning import learn_schema
 from dpsur.runs.session import Observer, Session, drawing_records
 from dpsur.runs.tasks import build_task_session, features_of, load_records, note_privately, task_of
-from dpsur.status import silenced, status
+from dpsur.status import is_silenced, notes, silenced, status
 from dpsur.tasks.base import named_file
 from dpsur.tasks.schema import Schema
 
@@ -106,7 +106,8 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     ranks = join_ranks(options)
-    with ranks.ends_together():
+    quiet = options.quiet or options.json or not ranks.is_main
+    with ranks.ends_together(), silenced(quiet):
         return _run(options, ranks)
 
 
@@ -116,8 +117,6 @@ def _run(options: argparse.Namespace, ranks: Ranks) -> int:
     elif options.target is not None:
         raise InvalidInputError("--target is for --schema-epsilon; a schema names its target")
     config, folder = agreed_config(options, ranks)
-    if not ranks.is_main:
-        options.quiet = True
     if options.dry_run:
         return _dry_run(config, options) if ranks.is_main else 0
     if options.show_private and config.hide_rejections != NOT_HIDDEN:
@@ -145,17 +144,10 @@ def _run(options: argparse.Namespace, ranks: Ranks) -> int:
             raise InterruptedRunError(and_now("stopped")) from None
         except OSError as error:
             raise FileError(and_now(describe_os_error(error))) from error
-    if options.report and ranks.is_main:
-        with silenced(options.quiet or options.json):
-            write_report(folder.root, folder.root / REPORT)
     if ranks.is_main:
-        _print_result(
-            result,
-            folder,
-            note_privately(task_of(config), folder),
-            as_json=options.json,
-            show_private=options.show_private,
-        )
+        if options.report:
+            write_report(folder.root, folder.root / REPORT)
+        _print_result(result, folder, note_privately(task_of(config), folder), options)
     return 0
 
 
@@ -217,10 +209,8 @@ def _explain(config: RunConfig) -> None:
     facts = data_facts(task, vars(config))
     budget = config.budget.epsilon, config.budget.delta
     options = asdict(config.method)
-    for line in explain_auto(facts, config.features, config.normalisation, options, budget):
-        print(f"dpsur: {line}", file=sys.stderr)
-    note = "override any of these by its option; naming a method turns auto off"
-    print(f"dpsur: {note}", file=sys.stderr)
+    notes(explain_auto(facts, config.features, config.normalisation, options, budget))
+    notes(["override any of these by its option; naming a method turns auto off"])
 
 
 def _announce(session: Session) -> None:
@@ -244,8 +234,7 @@ def _announce(session: Session) -> None:
             else f"the run may take up to {plan.trials} trials; how many are rejected stays "
             "private (--show-private shows it to you alone)"
         )
-    for line in lines:
-        print(f"dpsur: {line}", file=sys.stderr)
+    notes(lines)
 
 
 def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
@@ -259,7 +248,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
     if config.sampling == RECORD:
         method = drawing_records(config, config.records_per_person or DEFAULT_RECORDS)
     asked = InputFeatures.within(features, config.normalisation, config.budget, table=task.table)
-    with silenced(options.quiet or options.json), status("choosing the noise"):
+    with status("choosing the noise"):
         found = prospect(method, records, config.budget, config.charged_by, asked.charges)
     if options.json:
         print(json.dumps({"records": records, **asdict(found)}))
@@ -288,22 +277,18 @@ def _train(
     # A run that was killed before its first checkpoint has trained nothing and starts again.
     resume = ranks.decided(lambda: options.resume is not None and folder.checkpoint.exists())
     released = load_statistics(folder.checkpoint, ranks) if resume else None
-    with silenced(options.quiet or options.json):
-        session, origin = build_task_session(
-            config, released=released, booking=folder.booking if resume else None
-        )
-    quiet = options.quiet or options.json
-    if config.preset == AUTO and not (quiet or options.resume):
+    booking = folder.booking if resume else None
+    session, origin = build_task_session(config, released=released, booking=booking)
+    if config.preset == AUTO and not (is_silenced() or options.resume):
         _explain(config)
-    if not quiet:
-        _announce(session)
+    _announce(session)
     if ranks.is_main:
         folder.create()
     if not (options.json or options.resume):
         for text in task_of(config).warnings:
             print(f"dpsur: warning: {text}", file=sys.stderr)
-    if not (quiet or options.resume or options.out):
-        print(f"dpsur: writing the run to {folder.root}", file=sys.stderr)
+    if not (options.resume or options.out):
+        notes([f"writing the run to {folder.root}"])
     observers: list[Observer] = [stop]
     with ExitStack() as open_until_the_end:
         if options.track is not None and ranks.is_main:
@@ -312,7 +297,7 @@ def _train(
         if options.report and ranks.is_main:
             live = LivePage(folder.root / REPORT, folder.root.name)
             observers.append(open_until_the_end.enter_context(live))
-        bar = ProgressBar(quiet=quiet, show_private=options.show_private)
+        bar = ProgressBar(quiet=is_silenced(), show_private=options.show_private)
         return execute(
             session,
             folder=folder,
@@ -325,11 +310,10 @@ def _train(
 
 
 def _print_result(
-    run: Run, folder: RunFolder, noted: list[Path], *, as_json: bool, show_private: bool
+    run: Run, folder: RunFolder, noted: list[Path], options: argparse.Namespace
 ) -> None:
-    guarantee = run.statement["guarantee"]
-    release: Path = folder.release
-    if as_json:
+    guarantee, release = run.statement["guarantee"], folder.release
+    if options.json:
         result: dict[str, Any] = {
             "scores": run.scores,
             "guarantee": guarantee,
@@ -364,7 +348,7 @@ def _print_result(
         print(f"after {row['after']}{rate}: {metric_text(row)} (noisy, paid)")
     print(describe_guarantee(run.statement))
     public = not run.plan.charges_accepted
-    if run.plan.typical.gate is not None and (public or show_private):
+    if run.plan.typical.gate is not None and (public or options.show_private):
         ledger = run.private.ledger
         rejected = ledger.trials - ledger.updates
         print(

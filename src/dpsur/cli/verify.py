@@ -27,13 +27,6 @@ def _listed(items: Sequence[str]) -> str:
     )
 
 
-WHAT_IS_CHECKED = f"""\
-Checked:
-{_listed(CHECKED)}
-
-Not checked, because a release cannot show it:
-{_listed(NOT_CHECKED)}
-"""
 DESCRIPTION = f"""\
 Check a release against itself.
 
@@ -49,7 +42,12 @@ A release that `dpsur sign` has signed must be what was signed, with or without 
 not made as stated, N steps miss it with probability (1-f)^N. On the same device and versions bits
 are compared, elsewhere the distance in clip norms.
 
-{WHAT_IS_CHECKED}"""
+Checked:
+{_listed(CHECKED)}
+
+Not checked, because a release cannot show it:
+{_listed(NOT_CHECKED)}
+"""
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:

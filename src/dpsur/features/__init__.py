@@ -41,7 +41,7 @@ class Features:
 
     name: str
     summary: str
-    layers: Callable[[Shape], tuple[LayerDescription, ...]]
+    layers: Callable[[Shape], tuple[LayerDescription, ...]] = lambda _: ()
     version: int = 1
     of_images: bool = False
 
@@ -77,69 +77,64 @@ class Features:
         return tuple(layers(torch.zeros(1, *shape)).shape[1:])
 
 
-def _none(_: Shape) -> tuple[LayerDescription, ...]:
-    return ()
-
-
-def _scattering(shape: Shape) -> tuple[LayerDescription, ...]:
-    if len(shape) != 3:
-        raise InvalidInputError(
-            f"scattering needs images of shape (channels, height, width), but a record of these "
-            f"data has the shape {shape}; use the features pixels or tokens"
-        )
-    _, height, width = shape
-    sizes = {"height": height, "width": width}
-    return ({"name": "scattering", **sizes, "scales": 2, "angles": 8},)
-
-
-def _of_images(features: str, **layer: Any) -> Callable[[Shape], tuple[LayerDescription, ...]]:
+def _of_images(
+    who_needs: str, name: str, **layer: Any
+) -> Callable[[Shape], tuple[LayerDescription, ...]]:
     def layers(shape: Shape) -> tuple[LayerDescription, ...]:
         if len(shape) != 3:
             raise InvalidInputError(
-                f"the features {features} need images of shape (channels, height, width), but a "
-                f"record of these data has the shape {shape}; use the features pixels or tokens"
+                f"{who_needs} images of shape (channels, height, width), but a record of these "
+                f"data has the shape {shape}; use the features pixels or tokens"
             )
-        return (layer,)
+        sizes = {"height": shape[1], "width": shape[2]} if name == "scattering" else {}
+        return ({"name": name, **sizes, **layer},)
 
     return layers
 
 
+_AS_THEY_ARE, _FROM_FILE = "the inputs themselves", {"digest": ENCODER_DIGEST}
 FEATURES: dict[str, Features] = {
     features.name: features
     for features in (
-        Features("pixels", "the inputs themselves", _none),
-        Features("tokens", "the inputs themselves", _none),
-        Features("vectors", "the inputs themselves", _none),
-        Features("words", "the inputs themselves: rows of norm 1, as dpsur.features.table", _none),
-        Features(TABLE, "columns of a table: noisy quantiles in soft bins, rows of norm 1", _none),
+        Features("pixels", _AS_THEY_ARE),
+        Features("tokens", _AS_THEY_ARE),
+        Features("vectors", _AS_THEY_ARE),
+        Features("words", f"{_AS_THEY_ARE}: rows of norm 1, as dpsur.features.table"),
+        Features(TABLE, "columns of a table: noisy quantiles in soft bins, rows of norm 1"),
         Features(
-            "scattering", "wavelet moduli, 81 per channel, a quarter of the size", _scattering
+            "scattering",
+            "wavelet moduli, 81 per channel, a quarter of the size",
+            _of_images("scattering needs", "scattering", scales=2, angles=8),
         ),
         Features(
             "encoder",
             "8,192 numbers of an encoder that was trained on procedural images alone",
-            _of_images("encoder", name="encoder", digest=ENCODER_DIGEST),
+            _of_images("the features encoder need", "encoder", **_FROM_FILE),
             of_images=True,
         ),
         Features(
             "encoder-zoom",
             "the same, of the image and of its enlarged middle, averaged; twice the time",
-            _of_images("encoder-zoom", name="encoder", digest=ENCODER_DIGEST, zoom=True),
+            _of_images("the features encoder-zoom need", "encoder", **_FROM_FILE, zoom=True),
             of_images=True,
         ),
         Features(
             "whitened-scattering",
             "3,969 numbers: scattering of grey 28 x 28 pixels, whitened with procedural images",
-            _of_images("whitened-scattering", name="whitened-scattering", digest=SCATTERING_DIGEST),
+            _of_images(
+                "the features whitened-scattering need",
+                "whitened-scattering",
+                digest=SCATTERING_DIGEST,
+            ),
             of_images=True,
         ),
         Features(
             "scattering+encoder",
             "whitened scattering and encoder with equal weight",
             _of_images(
-                "scattering+encoder",
-                name="scattering-encoder",
-                digest=ENCODER_DIGEST,
+                "the features scattering+encoder need",
+                "scattering-encoder",
+                **_FROM_FILE,
                 scattering_digest=SCATTERING_DIGEST,
             ),
             of_images=True,

@@ -76,11 +76,13 @@ class Whitening(nn.Module):
 
     def split(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """Standardise the channels and join the blocks scale by scale."""
-        standard = [
-            (_root(block, self.root) - _of_cells(self.get_buffer(f"mean_{i}")))
-            / _of_cells(self.get_buffer(f"deviation_{i}"))
-            for i, block in enumerate(blocks)
-        ]
+        standard = []
+        for i, block in enumerate(blocks):
+            values = block.float() if self.root == 1 else block.float().clamp(min=0) ** self.root
+            mean, deviation = (self.get_buffer(f"{name}_{i}") for name in ("mean", "deviation"))
+            if mean.dim() == 1:  # per channel, else per channel and cell
+                mean, deviation = mean[:, None], deviation[:, None]
+            standard.append((values - mean) / deviation)
         if not self.by_scale:
             return standard
         pyramids = [haar(block) for block in standard]
@@ -96,16 +98,6 @@ class Whitening(nn.Module):
             )
             rows.append((rotate(values, channels, cells) * factors).flatten(1))
         return F.normalize(torch.cat(rows, 1))
-
-
-def _root(block: Tensor, root: float) -> Tensor:
-    values = block.float()
-    return values if root == 1 else values.clamp(min=0) ** root
-
-
-def _of_cells(statistic: Tensor) -> Tensor:
-    """Statistics per channel, (channels,), or per feature, (channels, cells), to broadcast."""
-    return statistic[:, None] if statistic.dim() == 1 else statistic
 
 
 def rotate(values: Tensor, rotation: Tensor, turn: Tensor) -> Tensor:
@@ -146,10 +138,10 @@ class FrozenWideResNet(nn.Module):
 
     def __init__(self, weights: Mapping[str, Tensor], depth: int) -> None:
         super().__init__()
-        self.blocks = (depth - 4) // 6
+        self._places = [(group, place) for group in range(3) for place in range((depth - 4) // 6)]
         named = {name: values.float() for name, values in weights.items()}
         self._keep("stem", named["stem.weight"])
-        for group, place in self._places():
+        for group, place in self._places:
             source, target = f"groups.{group}.{place}.", f"{group}_{place}_"
             self._keep_norm(target + "before", named, source + "norm1.")
             scale, shift = _scale_and_shift(named, source + "norm2.")
@@ -161,9 +153,6 @@ class FrozenWideResNet(nn.Module):
             if source + "shortcut.weight" in named:
                 self._keep(target + "shortcut", named[source + "shortcut.weight"])
         self._keep_norm("after", named, "norm.")
-
-    def _places(self) -> list[tuple[int, int]]:
-        return [(group, place) for group in range(3) for place in range(self.blocks)]
 
     def _keep(self, name: str, values: Tensor) -> None:
         if values.dim() == 4:
@@ -183,7 +172,7 @@ class FrozenWideResNet(nn.Module):
         known = dict(self.named_buffers())
         values = F.conv2d((images - CENTRE) / SPREAD, known["stem"], padding=1)
         maps = []
-        for group, place in self._places():
+        for group, place in self._places:
             name = f"{group}_{place}_"
             stride = 2 if group > 0 and place == 0 else 1
             active = self._active(name + "before", values)
@@ -278,16 +267,14 @@ class AssetDigest(nn.Module):
         super().__init__()
         self.register_buffer("digest", torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8))
 
-    def __str__(self) -> str:
-        return bytes(self.get_buffer("digest").tolist()).hex()
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        stored = state_dict.get(f"{prefix}digest")
-        if stored is not None and not torch.equal(stored.cpu(), self.get_buffer("digest").cpu()):
+        stored, own = state_dict.get(f"{prefix}digest"), self.get_buffer("digest")
+        if stored is not None and not torch.equal(stored.cpu(), own.cpu()):
+            found, expected = (bytes(each.tolist()).hex() for each in (stored, own))
             raise InvalidInputError(
-                f"the model was trained on features of an encoder file with the SHA-256 "
-                f"{bytes(stored.tolist()).hex()}, and this one has {self}; use the version of "
-                "dpsur that the model was trained with"
+                f"the model was trained on features of an encoder file with the SHA-256 {found}, "
+                f"and this one has {expected}; use the version of dpsur that the model was trained "
+                "with"
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

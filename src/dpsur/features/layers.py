@@ -1,9 +1,8 @@
 """The layers that features are made of, by name, without anything to train."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -147,22 +146,14 @@ def apply_layers(
     if device.type == "cuda":
         for start in starts:
             fill(start)
-    else:
-        with _one_core_each() as threads, ThreadPoolExecutor(threads) as pool:
-            list(pool.map(fill, starts))
-    return result
-
-
-@contextmanager
-def _one_core_each() -> Iterator[int]:
-    """Let every operation use one thread; return how many may run side by side.
-
-    Threads with a microbatch each never wait for one another. Threads that share every operation
-    do, and are several times slower than one where other programs keep the cores busy.
-    """
+        return result
+    # Threads with a microbatch each never wait for one another. Threads that share every operation
+    # do, and are several times slower than one where other programs keep the cores busy.
     threads = int(torch.get_num_threads())
     torch.set_num_threads(1)
     try:
-        yield threads
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, starts))
     finally:
         torch.set_num_threads(threads)
+    return result

@@ -25,11 +25,6 @@ _WIDTH, _FREQUENCY = 0.8, 0.75 * math.pi
 _WRAPS = 2
 
 
-def wavelet_spectra(height: int, width: int, scale: int, angles: int) -> Array:
-    """Spectra of the Morlet wavelets of one scale: (angles, height, width)."""
-    return np.stack([_morlet(height, width, scale, turn, angles) for turn in range(angles)])
-
-
 def averaging_matrix(size: int, scales: int, scale: int) -> Array:
     """The low-pass filter along one axis as a matrix: from resolution `scale` to the output's.
 
@@ -113,7 +108,8 @@ class Scattering2d(nn.Module):
         for scale in range(scales):
             for axis, size in zip(("rows", "columns"), self._padded, strict=True):
                 filters[f"{axis}_{scale}"] = torch.from_numpy(averaging_matrix(size, scales, scale))
-            spectra = wavelet_spectra(*self._padded, scale, angles)
+            turns = [_morlet(*self._padded, scale, turn, angles) for turn in range(angles)]
+            spectra = np.stack(turns)
             for before in range(max(1, scale)):
                 factor = 2 ** (scale - before)
                 band = torch.from_numpy(lowest(spectra, 2**before, axes=(1, 2))) / factor**2

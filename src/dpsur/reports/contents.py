@@ -160,7 +160,6 @@ def test_result(
     task: str,
     names: Sequence[str] | None,
 ) -> TestResult:
-    """Scores and confusion matrix of a released model."""
     problem = Problem(model, loss, test)
     scores = evaluate(problem, problem.initial_params(), test)
     confusion = None

@@ -71,8 +71,8 @@ def nist(statement: Mapping[str, Any]) -> Fields:
 
 def registry(statement: Mapping[str, Any]) -> Fields:
     """A deployment of the registry, tiers 1 to 3, as far as a statement can fill it."""
-    promised, private = statement["guarantee"], _is_private(statement)
-    person = unit_of(statement) == PERSON
+    promised, person = statement["guarantee"], unit_of(statement) == PERSON
+    private = promised["epsilon"] is not None and math.isfinite(promised["epsilon"])
     parameters = {"epsilon": promised["epsilon"], "delta": promised["delta"]} if private else {}
     arithmetic, versions = statement["arithmetic"], statement["versions"]
     return {
@@ -157,11 +157,6 @@ def as_text(fields: Mapping[str, Any], indent: str = "") -> str:
 
 def _plain(value: Any) -> str:
     return json.dumps(value) if isinstance(value, (Mapping, list)) else str(value)
-
-
-def _is_private(statement: Mapping[str, Any]) -> bool:
-    epsilon = statement["guarantee"]["epsilon"]
-    return epsilon is not None and math.isfinite(epsilon)
 
 
 def _number(epsilon: float | None) -> str:

@@ -1,18 +1,4 @@
-"""One self-contained HTML page about a run: no scripts, no network, readable on a phone.
-
-The part of a report for a data protection officer: who, what for, from when, and how strong.
-
-Purpose, controller and earlier releases are what the user says; nothing here is private.
-
-A page about a run that is under way: it reloads itself, and stops doing so when the run ends.
-
-    with LivePage(Path("run/report.html"), "run") as page:
-        ...                                   # page is an observer of the run
-
-The page shows what the progress bar does: how far the run is, the budget spent and scores on public
-records. How often it changes is a figure of time, so only its owner can read it, until the report
-of the finished run takes its place.
-"""
+"""One self-contained HTML page about a run: no scripts, no network, readable on a phone."""
 
 import html
 import math
@@ -33,7 +19,7 @@ from dpsur.privacy.statement import (
     shown_settings,
     unit_of,
 )
-from dpsur.reports.contents import Notes, ReportContents, TestResult
+from dpsur.reports.contents import Notes, ReportContents
 from dpsur.runs.evaluation import objection, shown_scores
 from dpsur.runs.files import write_atomically
 from dpsur.runs.result import Curve, guess_bound
@@ -55,22 +41,16 @@ def epsilon_text(epsilon: float) -> str:
 
 
 def officer_section(notes: Notes, statement: Mapping[str, Any]) -> str:
-    """Who answers for the model, and a scale that places its epsilon."""
+    """For a data protection officer: who answers for the model, and how strong its epsilon is."""
     not_said = "not stated"
+    whom = statement["unit"]
+    if unit_of(statement) != PERSON:
+        whom += "; of a person with k records, epsilon is k times as large, and delta grows too"
     rows = [
         ("Purpose", notes.purpose or not_said),
         ("Controller", notes.controller or not_said),
         ("Date of this report", notes.date or not_said),
-        (
-            "Who is protected",
-            statement["unit"]
-            + (
-                ""
-                if unit_of(statement) == PERSON
-                else "; of a person with k records, epsilon is k times as large, and delta "
-                "grows too"
-            ),
-        ),
+        ("Who is protected", whom),
         ("Origin of the test records", notes.test_origin or not_said),
         (
             "Earlier releases from the same records",
@@ -80,10 +60,8 @@ def officer_section(notes: Notes, statement: Mapping[str, Any]) -> str:
     ]
     epsilon = statement["guarantee"]["epsilon"]
     scale = "" if epsilon is None or math.isinf(epsilon) else _scale(epsilon)
-    return (
-        f'<section><h2>For the record</h2><div class="scroll">{_table(rows)}</div>{scale}'
-        '<p class="sign">Reviewed by: <span></span> Date: <span></span></p></section>'
-    )
+    signed = '<p class="sign">Reviewed by: <span></span> Date: <span></span></p>'
+    return section("For the record", f'<div class="scroll">{_table(rows)}</div>', scale, signed)
 
 
 def _scale(epsilon: float) -> str:
@@ -105,8 +83,7 @@ def _scale(epsilon: float) -> str:
             f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{baseline - 5}" '
             f'y2="{baseline + 5}"/>'
             f'<text x="{at:.1f}" y="{baseline + 21}" text-anchor="middle">{mark:g}</text>'
-            f'<text x="{at:.1f}" y="{baseline + 38}" text-anchor="middle">'
-            f"{share}</text>"
+            f'<text x="{at:.1f}" y="{baseline + 38}" text-anchor="middle">{share}</text>'
         )
     here = place(epsilon)
     anchor = "middle" if 60 < here < SCALE_WIDTH - 60 else ("start" if here <= 60 else "end")
@@ -214,12 +191,7 @@ def render_report(contents: ReportContents) -> str:
     ]
     versions = contents.statement["versions"]
     settings.append(("versions", ", ".join(f"{name} {v}" for name, v in versions.items())))
-    engine = ""
-    if contents.engine is not None:
-        engine = (
-            "<section><h2>Engine</h2><p>How per-example gradients are computed:</p>"
-            f"<pre>{_text(contents.engine)}</pre></section>"
-        )
+    engine = f"<p>How per-example gradients are computed:</p><pre>{_text(contents.engine)}</pre>"
     parts = [
         f'<div class="banner" role="alert">{BANNER}</div>' if contents.private else "",
         _promise(contents),
@@ -229,10 +201,10 @@ def render_report(contents: ReportContents) -> str:
         _test(contents),
         "</div>",
         _private(contents.private),
-        two_columns("Data", _data_rows(contents)),
-        two_columns("Mechanism", _mechanism_rows(contents.statement)),
-        two_columns("Settings", settings),
-        engine,
+        section("Data", _table(_data_rows(contents))),
+        section("Mechanism", _table(_mechanism_rows(contents.statement))),
+        section("Settings", _table(settings)),
+        "" if contents.engine is None else section("Engine", engine),
         _limits(contents.statement),
         _verify(contents),
     ]
@@ -256,6 +228,11 @@ def page(title: str, parts: Iterable[str], footer: str, *, reload: int | None = 
     )
 
 
+def section(title: str, *parts: str, kind: str | None = None) -> str:
+    opened = "<section>" if kind is None else f'<section class="{kind}">'
+    return f"{opened}<h2>{_text(title)}</h2>{''.join(parts)}</section>"
+
+
 def _text(value: object) -> str:
     return html.escape(str(value))
 
@@ -271,10 +248,11 @@ def _promise(contents: ReportContents) -> str:
     guarantee, unit = contents.statement["guarantee"], unit_of(contents.statement)
     epsilon, delta = guarantee["epsilon"], guarantee["delta"]
     if epsilon is None or math.isinf(epsilon):
-        return (
-            '<section class="promise none"><h2>No privacy guarantee</h2><p>This model was trained '
-            "without differential privacy. Training records may show in its weights.</p></section>"
+        words = (
+            "<p>This model was trained without differential privacy. Training records may show in "
+            "its weights.</p>"
         )
+        return section("No privacy guarantee", words, kind="promise none")
     figures = [
         (epsilon_text(epsilon), f"epsilon at delta {delta:g}"),
         (
@@ -287,10 +265,8 @@ def _promise(contents: ReportContents) -> str:
         scores = contents.test.scores
         base = f", most frequent class {scores['base_rate']:.2%}" if "base_rate" in scores else ""
         figures.insert(0, (f"{scores['accuracy']:.2%}", f"test accuracy{base}"))
-    beyond = " A person with several records has less protection than the figure says."
-    if unit == PERSON:
-        beyond = ""
-    times = math.exp(epsilon)
+    several = " A person with several records has less protection than the figure says."
+    beyond, times = "" if unit == PERSON else several, math.exp(epsilon)
     words = (
         f"Take any one {unit} and any conclusion that someone could draw from this model. "
         f"With the {unit} in the training data, the conclusion is at most {times:.3g} times "
@@ -314,13 +290,12 @@ def _promise(contents: ReportContents) -> str:
         f"<p><strong>Warning:</strong> {_text(one)}.</p>" for one in contents.statement["warnings"]
     )
     shown = "".join(f"<div><b>{_text(a)}</b>{_text(b)}</div>" for a, b in figures)
-    kind = "promise" if guarantee["proved"] else "promise none"
-    return (
-        f'<section class="{kind}"><h2>The guarantee</h2><p>{_text(words)}</p>{warnings}'
-        f'<div class="figures">{shown}</div>'
+    return section(
+        "The guarantee",
+        f'<p>{_text(words)}</p>{warnings}<div class="figures">{shown}</div>',
         f'<p class="small soft">The unit of protection is '
-        f"{_text(contents.statement['unit'])}.{_text(beyond)}</p>"
-        "</section>"
+        f"{_text(contents.statement['unit'])}.{_text(beyond)}</p>",
+        kind="promise" if guarantee["proved"] else "promise none",
     )
 
 
@@ -367,10 +342,10 @@ def chart_section(
     diagonal: bool = False,
 ) -> str:
     """A section with a line chart as SVG, in the colours of the page."""
-    zero = zero or diagonal
     xs, ys = list(curve.x), list(curve.y)
-    x_ticks = _ticks(0.0 if zero else min(xs), max(xs))
-    y_ticks = _ticks(0.0 if zero else min(ys), max(ys))
+    x_ticks, y_ticks = (
+        _ticks(0.0 if zero or diagonal else min(values), max(values)) for values in (xs, ys)
+    )
     x_low, x_high = min(x_ticks[0], *xs), max(x_ticks[-1], *xs)
     y_low, y_high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
 
@@ -385,12 +360,11 @@ def chart_section(
 
     parts = []
     for value in y_ticks:
-        _, at = place(x_low, value)
+        at, shown = place(x_low, value)[1], label(value, percent)
         parts.append(
             f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+            f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{shown}</text>'
         )
-        written = label(value, percent)
-        parts.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{written}</text>')
     for value in x_ticks:
         at, _ = place(value, y_low)
         parts.append(
@@ -414,10 +388,10 @@ def chart_section(
         f'text-anchor="middle">{_text(y_label)}</text>'
     )
     described = f"{y_label} against {x_label}, from {_number(ys[0])} to {_number(ys[-1])}"
-    return (
-        f"<section><h2>{_text(title)}</h2>"
+    return section(
+        title,
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(described)}">'
-        f'{"".join(parts)}</svg><p class="small soft">{_text(note)}</p></section>'
+        f'{"".join(parts)}</svg><p class="small soft">{_text(note)}</p>',
     )
 
 
@@ -436,31 +410,22 @@ def _ticks(low: float, high: float) -> list[float]:
 def _test(contents: ReportContents) -> str:
     test = contents.test
     if test is None:
-        return (
-            "<section><h2>Public test set</h2><p>The released model was not tested: "
-            f"{_text(contents.no_test)}.</p></section>"
-        )
-    rows = [
-        ("Test set", f"{test.task}, {test.records:,} public records"),
-        *shown_scores(test.scores),
-    ]
+        words = f"<p>The released model was not tested: {_text(contents.no_test)}.</p>"
+        return section("Public test set", words)
+    tested = ("Test set", f"{test.task}, {test.records:,} public records")
+    table = _table([tested, *shown_scores(test.scores)])
     warning = objection(test.scores)
     note = "" if warning is None else f"<p><strong>Warning:</strong> {_text(warning)}.</p>"
-    return (
-        f"<section><h2>Public test set</h2>{note}{_table(rows)}"
-        + (_confusion(test) if test.confusion else "")
-        + "</section>"
-    )
+    matrix = "" if test.confusion is None else _confusion(test.confusion, test.names)
+    return section("Public test set", note, table, matrix)
 
 
-def _confusion(test: TestResult) -> str:
+def _confusion(counts: Sequence[Sequence[int]], known: Sequence[str] | None) -> str:
     """A matrix of counts, the larger the darker. Rows are true classes."""
-    assert test.confusion is not None
-    classes = len(test.confusion)
-    names = [_text(name) for name in test.names or range(classes)]
+    names = [_text(name) for name in known or range(len(counts))]
     head = "".join(f"<th>{name}</th>" for name in names)
     body = []
-    for index, row in enumerate(test.confusion):
+    for index, row in enumerate(counts):
         total = sum(row) or 1
         cells = "".join(
             f'<td style="background:color-mix(in srgb,var(--blue) {round(60 * count / total)}%,'
@@ -487,15 +452,8 @@ def _private(curves: Mapping[str, Curve]) -> str:
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
-    return (
-        "<table>"
-        + "".join(f"<tr><th>{_text(a)}</th><td>{_text(b)}</td></tr>" for a, b in rows)
-        + "</table>"
-    )
-
-
-def two_columns(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    return f"<section><h2>{_text(title)}</h2>{_table(rows)}</section>"
+    listed = "".join(f"<tr><th>{_text(a)}</th><td>{_text(b)}</td></tr>" for a, b in rows)
+    return f"<table>{listed}</table>"
 
 
 def _data_rows(contents: ReportContents) -> list[tuple[str, str]]:
@@ -569,20 +527,20 @@ def _limits(statement: Mapping[str, Any]) -> str:
         *statement["not_covered"],
     ]
     listed = "".join(f"<li>{_text(item)}</li>" for item in items)
-    return f"<section><h2>What the guarantee does not cover</h2><ul>{listed}</ul></section>"
+    return section("What the guarantee does not cover", f"<ul>{listed}</ul>")
 
 
 def _verify(contents: ReportContents) -> str:
     digest = contents.statement["weights"]["sha256"]
-    return (
-        "<section><h2>How to check this</h2>"
+    return section(
+        "How to check this",
         "<pre>pip install dpsur\ndpsur verify RELEASE_FOLDER\ndpsur proof</pre>"
         "<p><code>dpsur verify</code> computes every figure again from the statement, asks an "
         "independent library (dp-accounting) for a second opinion, and compares the weights with "
         "the hash in the statement. <code>dpsur proof</code> prints the theorem behind "
         "epsilon and its proof. A release is not a signature: whoever can change the weights can "
         "change the statement.</p>"
-        f'<p class="small soft">SHA-256 of the weights: <code>{_text(digest)}</code></p></section>'
+        f'<p class="small soft">SHA-256 of the weights: <code>{_text(digest)}</code></p>',
     )
 
 
@@ -591,7 +549,12 @@ SECONDS, RELOAD = 2.0, 3
 
 
 class LivePage:
-    """An observer that keeps a page of the run; leaving the context ends its reloading."""
+    """An observer that keeps a page of the run; leaving the context ends its reloading.
+
+    The page shows what the progress bar does: how far the run is, the budget spent and scores on
+    public records. How often it changes is a figure of time, so only its owner can read it, until
+    the report of the finished run takes its place.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         self._path, self._name = path, name
@@ -623,7 +586,6 @@ class LivePage:
         self._write()
 
     def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
-        """Show the budget spent and the scores on public records."""
         del progress
         assert self._plan is not None
         if self._plan.run_all_trials:  # accuracy at a given trial reveals rejections
@@ -635,7 +597,6 @@ class LivePage:
         self._write()
 
     def measured(self, progress: Progress, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show noisy values of the training records, which are paid for."""
         del progress
         self._paid = ", ".join(metric_text(row) for row in rows)
         self._write()
@@ -657,7 +618,7 @@ class LivePage:
         rows += [("Training records (noisy, paid)", self._paid)] if self._paid else []
         words = f"The run has {ended}." if ended else "The run is under way; this page follows it."
         bar = f'<progress value="{self._passed}" max="{plan.duration}"></progress>'
-        parts = [f"<section><p>{words}</p>{bar}</section>", two_columns("So far", rows)]
+        parts = [f"<section><p>{words}</p>{bar}</section>", section("So far", _table(rows))]
         if len(self._evaluated) > 1:
             updates, accuracies = zip(*self._evaluated, strict=True)
             curve = Curve("accuracy", updates, accuracies)

@@ -25,8 +25,6 @@ from dpsur.options import DATA, build, check_options, declared, option
 from dpsur.tasks.schema import Schema
 
 Read = TypeVar("Read")
-# Colour images of the size that the encoder sees.
-DEFAULT_IMAGE = (3, SIZE, SIZE)
 MOST_PIXELS = 4096
 # Kind of records that are rows of norm 1, of weighted words.
 WORD_ROWS = "words"
@@ -38,9 +36,8 @@ WHITENED, SCATTERING_ENCODER = "whitened-scattering", "scattering+encoder"
 
 def linear_heads(shape: tuple[int, int, int], classes: int) -> dict[str, dict[str, Any]]:
     """Linear models for the features of the encoder, for images of a shape."""
-    channels = shape[0]
-    encoder = DIMENSION if channels in (1, 3) else DIMENSION * channels
-    scattering = SCATTERING_DIMENSION if channels in (1, 3) else SCATTERING_DIMENSION * channels
+    times = 1 if shape[0] in (1, 3) else shape[0]
+    encoder, scattering = DIMENSION * times, SCATTERING_DIMENSION * times
     inputs = {
         ENCODER: encoder,
         ZOOMED: encoder,
@@ -168,7 +165,7 @@ def _is_schema(name: str, value: Any) -> None:
 def image_shape(value: str | None, name: str = "image_size") -> tuple[int, int, int]:
     """Channels, height and width of `HxW` or `CxHxW`; colour images by default."""
     if value is None:
-        return DEFAULT_IMAGE
+        return 3, SIZE, SIZE  # what the encoder sees
     parts = value.lower().split("x") if isinstance(value, str) else []
     numbers = [int(part) for part in parts if part.isdecimal() and len(part) < 6]
     if len(numbers) != len(parts) or len(numbers) not in (2, 3):

@@ -128,7 +128,11 @@ def _records(files: tuple[Path, ...]) -> tuple[Examples, Examples | None, int | 
             f"{path}: records of x have the shape {tuple(train.inputs.shape[1:])}, "
             f"those of x_test {tuple(test.inputs.shape[1:])}; they must be the same"
         )
-    return train, test, _stored_classes(path, arrays), arrays["x"].dtype.kind == "U"
+    classes = arrays.get("classes")
+    if classes is not None and (classes.size != 1 or classes.dtype.kind not in "iu"):
+        raise InvalidInputError(f"the array classes of {path} must be a single whole number")
+    stored = None if classes is None else int(classes.item())
+    return train, test, stored, arrays["x"].dtype.kind == "U"
 
 
 def read_file(path: Path, remedy: str) -> Arrays:
@@ -216,15 +220,6 @@ def _channels_last(shape: tuple[int, ...]) -> bool:
     if len(shape) != 3 or shape[0] in COLOURS:
         return False
     return shape[2] in COLOURS and min(shape[:2]) >= LEAST_IMAGE
-
-
-def _stored_classes(path: Path, arrays: Arrays) -> int | None:
-    given = arrays.get("classes")
-    if given is None:
-        return None
-    if given.size != 1 or given.dtype.kind not in "iu":
-        raise InvalidInputError(f"the array classes of {path} must be a single whole number")
-    return int(given.item())
 
 
 def _declared(path: Path, given: int | None, stored: int | None) -> int:

@@ -5,10 +5,6 @@ declared range and scaled to [-1, 1], categories become one number each and one 
 was not declared, texts become weighted words, missing values get a declared value. Shapes, names
 and errors are therefore the same whatever a record holds, and adding or removing one record adds or
 removes one row.
-
-Columns of a table, as a user declares them: numbers in a range, categories and texts.
-
-Every value becomes numbers on its own, by the declaration alone, whatever it is.
 """
 
 import json
@@ -359,10 +355,9 @@ class Schema:
         both = [name for name in self.columns if name in self.target]
         if both:
             raise InvalidInputError(f"column {both[0]!r} is an input and a target; choose one")
-        several = len(self.target) > 1
         for name, column in self.target.items():
             count = len(column.values) if isinstance(column, Category) else None
-            if several and count != 2:
+            if len(self.target) > 1 and count != 2:
                 raise InvalidInputError(
                     f"target {name!r} is one of several, which must be categories of two values "
                     "each; name one target, or declare its two values"
@@ -405,10 +400,9 @@ class Schema:
     @property
     def outputs(self) -> int:
         """How many outputs a model has."""
-        (first, *more) = self.target.values()
-        if more:
-            return len(self.target)
-        return len(first.values) if isinstance(first, Category) else 1
+        (first, *_) = self.target.values()
+        single = len(self.target) == 1
+        return len(first.values) if single and isinstance(first, Category) else len(self.target)
 
     @property
     def kind(self) -> str:
@@ -434,11 +428,9 @@ class Schema:
 
         `auto` takes the features `table` of the inputs instead of the inputs.
         """
-        if name == AUTO and not self.is_text:
-            inputs = self.layout.features
+        if name == AUTO or (name is None and self.is_text):
+            inputs = self.width if self.is_text else self.layout.features
             return {"name": "linear-head", "inputs": inputs, "classes": self.outputs}
-        if name in (None, AUTO) and self.is_text:
-            return {"name": "linear-head", "inputs": self.width, "classes": self.outputs}
         if name not in (None, LINEAR, MLP):
             raise InvalidInputError(
                 f"unknown model {name!r} for a table; choose {AUTO}, {LINEAR} or {MLP}, or build a "
@@ -498,10 +490,11 @@ class Schema:
         if not more and isinstance(first, Category):
             names: Values = np.array(first.values, dtype=object)
             return names.take(outputs.argmax(1).cpu().numpy())
-        targets = [column for column in self.target.values() if isinstance(column, Category)]
-        rows = [np.array(column.values, dtype=object) for column in targets]
-        chosen = (outputs > 0).long().cpu().numpy()
-        return np.stack([row[chosen[:, place]] for place, row in enumerate(rows)], axis=1)
+        chosen, rows = (outputs > 0).long().cpu().numpy(), []
+        for place, column in enumerate(self.target.values()):
+            assert isinstance(column, Category)
+            rows.append(np.array(column.values, dtype=object)[chosen[:, place]])
+        return np.stack(rows, axis=1)
 
     @staticmethod
     def _columns(table: Any, wanted: Mapping[str, Column]) -> Table:
@@ -529,9 +522,7 @@ class Schema:
             "target": {name: column.to_json() for name, column in self.target.items()},
         }
         if self.test is not None:
-            part = (
-                {"share": self.test.share} if self.test.file is None else {"file": self.test.file}
-            )
+            part = {key: value for key, value in asdict(self.test).items() if value is not None}
             found["test"] = {**part, "public": True}
         if self.learned is not None:
             found["learned"] = asdict(self.learned)
@@ -554,8 +545,15 @@ class Schema:
             raise InvalidInputError(
                 f"format of the schema is {stored['format']!r}; this version reads {FORMAT}"
             )
-        columns, target = (_columns(stored, part) for part in ("columns", "target"))
-        return cls(columns, target, _test_part(stored.get("test")), _learned_part(stored))
+        parts: dict[str, dict[str, Column]] = {}
+        for part in ("columns", "target"):
+            given = stored.get(part)
+            if not isinstance(given, Mapping):
+                raise InvalidInputError(f"the schema has no {part}; name the columns there")
+            read = {name: _column(name, value) for name, value in given.items()}
+            parts[part] = {name: column for name, column in read.items() if column is not None}
+        test, learned = _test_part(stored.get("test")), _learned_part(stored.get("learned"))
+        return cls(**parts, test=test, learned=learned)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -606,14 +604,6 @@ def template(names: Sequence[str], targets: Sequence[str]) -> dict[str, Any]:
         "target": {name: {"kind": TO_FILL_IN[1], **blank} for name in targets},
         "test": {"share": 0.2, "public": "true or false: are these records public?"},
     }
-
-
-def _columns(stored: Mapping[str, Any], part: str) -> dict[str, Column]:
-    found = stored.get(part)
-    if not isinstance(found, Mapping):
-        raise InvalidInputError(f"the schema has no {part}; name the columns there")
-    read = {name: _column(name, value) for name, value in found.items()}
-    return {name: column for name, column in read.items() if column is not None}
 
 
 _KINDS: dict[str, type[Column]] = {one.kind: one for one in (Number, Category, Text)}
@@ -670,15 +660,13 @@ def _test_part(stored: Any) -> TestPart | None:
     return TestPart(stored.get("file"), stored.get("share"))
 
 
-def _learned_part(stored: Mapping[str, Any]) -> Learned | None:
-    """How a stored schema was learned; None for one that was declared."""
-    found = stored.get("learned")
-    if found is None:
+def _learned_part(stored: Any) -> Learned | None:
+    if stored is None:
         return None
     names = [field.name for field in fields(Learned)]
-    if not isinstance(found, Mapping) or sorted(found) != sorted(names):
+    if not isinstance(stored, Mapping) or sorted(stored) != sorted(names):
         raise InvalidInputError(f"learned of a schema must have {', '.join(names)}")
-    return Learned(**found)
+    return Learned(**stored)
 
 
 def _only(values: Mapping[str, Any], known: Sequence[str], owner: str) -> None:

@@ -74,9 +74,8 @@ class Undeclared:
         flags = [_not_declared(column, table[name]) for name, column in columns.items()]
         classes = np.full(len(flags[0]), -1)
         (target, *_) = schema.target
-        if schema.kind == "classes":
-            column = schema.target[target]
-            assert isinstance(column, Category)
+        column = schema.target[target]
+        if schema.kind == "classes" and isinstance(column, Category):
             classes = column.indices(np.asarray(table[target], object))
         return cls(schema, np.stack(flags, axis=1), classes)
 
@@ -162,8 +161,6 @@ TEXT_COLUMNS = "text,label"
 
 
 class _Parts(NamedTuple):
-    """Records to train on and to test on, and what their schema does not declare of either."""
-
     train: Examples
     test: Examples | None
     seen: Undeclared
@@ -188,15 +185,11 @@ def memory_task(schema: Schema, train: Any, test: Any = None, groups: Any = None
         usable = schema.targets(train)[1]
         names = person_names(groups, train, schema)
         persons = numbered(number_persons(names, len(usable))[usable])
-    public = None if test is None else schema.records(test)
-    parts = _Parts(
-        schema.records(train),
-        public,
-        Undeclared.of(schema, train),
-        None if test is None else Undeclared.of(schema, test),
-        persons,
-    )
-    return _task("", schema, parts)
+    records, seen = schema.records(train), Undeclared.of(schema, train)
+    public, tested = None, None
+    if test is not None:
+        public, tested = schema.records(test), Undeclared.of(schema, test)
+    return _task("", schema, _Parts(records, public, seen, tested, persons))
 
 
 def person_names(groups: Any, table: Any, schema: Schema) -> Any:
@@ -257,9 +250,7 @@ def declared_schema(name: str, declared: Declared) -> Schema:
     if declared.labels is not None or declared.columns is not None:
         given = "columns" if declared.labels is None else "labels"
         raise InvalidInputError(f"{given} of {name} are in its schema; leave out --{given}")
-    if isinstance(declared.schema, Schema):
-        return declared.schema
-    return Schema.load(declared.schema)
+    return declared.schema if isinstance(declared.schema, Schema) else Schema.load(declared.schema)
 
 
 def other_persons(name: str, declared: Declared) -> Task:
@@ -282,10 +273,8 @@ def _files(path: Path, declared: Declared, schema: Schema) -> list[Path]:
     if declared.test is not None:
         files.append(existing(declared.test))
     elif schema.test is not None and schema.test.file is not None:
-        folder = (
-            Path() if isinstance(declared.schema, Schema) else Path(str(declared.schema)).parent
-        )
-        files.append(folder / Path(schema.test.file).expanduser())
+        beside = "" if isinstance(declared.schema, Schema) else str(declared.schema)
+        files.append(Path(beside).parent / Path(schema.test.file).expanduser())
         if not files[-1].is_file():
             raise InvalidInputError(
                 f"the schema names the test file {schema.test.file}, but there is no file "
@@ -361,8 +350,6 @@ def _read(path: Path, schema: Schema) -> tuple[Examples, torch.Tensor, Undeclare
     for table in _tables(path, [*schema.columns, *schema.target]):
         parts.append((schema.inputs(table), *schema.targets(table)))
         seen.append(Undeclared.of(schema, table))
-    if not parts:
-        raise InvalidInputError(f"{path} holds no record; there must be at least one")
     inputs, targets, usable = (torch.cat(part) for part in zip(*parts, strict=True))
     if not bool(usable.any()):
         raise InvalidInputError(
@@ -374,10 +361,7 @@ def _read(path: Path, schema: Schema) -> tuple[Examples, torch.Tensor, Undeclare
 
 def read_inputs(path: Path, schema: Schema) -> torch.Tensor:
     """The inputs of every record of a file, in its order; targets are not read."""
-    parts = [schema.inputs(table) for table in _tables(path, list(schema.columns))]
-    if not parts:
-        raise InvalidInputError(f"{path} holds no record; there must be at least one")
-    return torch.cat(parts)
+    return torch.cat([schema.inputs(table) for table in _tables(path, list(schema.columns))])
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
@@ -444,12 +428,9 @@ def _looks_like_a_record(names: Sequence[str]) -> bool:
 
 def _tables(path: Path, wanted: list[str]) -> Iterator[Table]:
     """Some records after the other, as columns by name."""
-    if path.suffix in JSON_LINES:
-        yield from _json_tables(path, wanted)
-        return
-    names = header(path)
+    names = None if path.suffix in JSON_LINES else header(path)
     for name in wanted:
-        if name not in names:
+        if names is not None and name not in names:
             shown = ", ".join(names[:20])
             other = len(names) == 1 and any(mark in shown for mark in ";\t|")
             remedy = "; values must be separated by commas" if other else ""
@@ -457,29 +438,33 @@ def _tables(path: Path, wanted: list[str]) -> Iterator[Table]:
                 f"{path} has no column {name!r}, which the schema declares; it has {shown}{remedy}",
                 code="no-column",
             )
-    if _is_parquet(path):
-        yield from _parquet_tables(path, wanted)
-        return
-    places = [names.index(name) for name in wanted]
-    with _lines(path) as file:
-        next(iter(file))
-        while lines := list(islice(file, ROWS_AT_ONCE)):
-            rows = [_fields(line) for line in lines if line.strip()]
-            if rows:
-                columns = zip(*(_chosen(row, places) for row in rows), strict=True)
-                yield dict(zip(wanted, map(_column, columns), strict=True))
+    parquet, empty = names is not None and _is_parquet(path), True
+    for table in _parquet_tables(path, wanted) if parquet else _text_tables(path, wanted, names):
+        empty = False
+        yield table
+    if empty:
+        raise InvalidInputError(f"{path} holds no record; there must be at least one")
 
 
-def _json_tables(path: Path, wanted: list[str]) -> Iterator[Table]:
-    """Records of a JSON Lines file. Which names it has is not known without reading them all."""
+def _text_tables(path: Path, wanted: list[str], names: list[str] | None) -> Iterator[Table]:
+    """Records of a CSV file with columns of these names, else of a JSON Lines file.
+
+    Which names the latter has is not known without reading it all.
+    """
     found: set[str] = set()
     with _lines(path) as file:
+        if names is not None:
+            next(iter(file))
         while lines := list(islice(file, ROWS_AT_ONCE)):
-            rows = [_object(line) for line in lines if line.strip()]
-            found.update(name for name in wanted if any(name in row for row in rows))
+            full = [line for line in lines if line.strip()]
+            if names is None:
+                rows = [_object(line) for line in full]
+                found.update(name for name in wanted if any(name in row for row in rows))
+            else:
+                rows = [dict(zip(names, _fields(line), strict=False)) for line in full]
             if rows:
                 yield {name: _column([row.get(name) for row in rows]) for name in wanted}
-    missing = [name for name in wanted if name not in found]
+    missing = [name for name in wanted if names is None and name not in found]
     if missing:
         raise InvalidInputError(
             f"no line of {path} is a JSON object with {missing[0]!r}; write one object in each "
@@ -500,10 +485,6 @@ def _column(values: Sequence[Any]) -> Values:
     found = np.empty(len(values), object)
     found[:] = values
     return found
-
-
-def _chosen(row: Sequence[str], places: Sequence[int]) -> list[str | None]:
-    return [row[place] if place < len(row) else None for place in places]
 
 
 def _lines(path: Path) -> Any:
