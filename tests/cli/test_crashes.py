@@ -228,7 +228,7 @@ def test_an_error_of_the_system_is_one_line_for_every_command(monkeypatch, capsy
     def fail(options):
         raise PermissionError(13, "Permission denied", "/some/path")
 
-    monkeypatch.setattr("dpsur.cli.listings.print_proof", fail)
+    monkeypatch.setattr("dpsur.cli.listings.run_proof", fail)
     assert dpsur("proof", capsys=capsys) == (
         2, "", "dpsur: error: [file] /some/path: Permission denied\n"
     )  # fmt: skip

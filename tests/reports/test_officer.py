@@ -5,8 +5,7 @@ import re
 import pytest
 
 from dpsur.cli import main
-from dpsur.reports.contents import Notes
-from dpsur.reports.html import declared_rows, epsilon_text, officer_section
+from dpsur.reports.html import Notes, declared_rows, epsilon_text, officer_section
 
 STATEMENT = {
     "unit": "one record of the training set",

@@ -3,7 +3,7 @@
 import numpy as np
 
 import dpsur
-from dpsur.reports import read_report, render_report
+from dpsur.reports.html import read_report, render_report
 
 
 def test_a_report_of_a_table_names_its_classes_and_test_figures(tmp_path):

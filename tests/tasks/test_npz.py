@@ -7,7 +7,7 @@ import torch
 from dpsur.errors import InvalidInputError
 from dpsur.features import compute, features_named
 from dpsur.networks import build_network
-from dpsur.tasks import npz, task_named
+from dpsur.tasks import Declared, npz, task_named
 
 Y = np.array([0, 2, 1, 0])
 CNN = {"name": "small-cnn", "classes": 3}
@@ -110,19 +110,21 @@ def test_the_number_of_classes_is_declared_in_the_file_or_beside_it(tmp_path):
     declared = task_named(write(tmp_path, x=x, y=Y, classes=10))
     assert declared.networks["vectors"]["classes"] == 10
     assert declared.public == {"classes": 10}
-    assert task_named(write(tmp_path, x=x, y=Y, classes=10), 10).public == {"classes": 10}
+    assert task_named(write(tmp_path, x=x, y=Y, classes=10), Declared(classes=10)).public == {
+        "classes": 10
+    }
     name = without_classes(tmp_path, x=x, y=Y)
-    assert task_named(name, 7).networks["vectors"]["classes"] == 7
+    assert task_named(name, Declared(classes=7)).networks["vectors"]["classes"] == 7
     for wrong in (-1, 0, 1, 10**9, 10**400, 2.5):
         with pytest.raises(InvalidInputError, match="classes must be a whole number"):
-            task_named(name, wrong)
+            task_named(name, Declared(classes=wrong))
     for wrong in (2.5, [4, 5]):
         with pytest.raises(InvalidInputError, match="array classes .* single whole number"):
             task_named(write(tmp_path, x=x, y=Y, classes=wrong))
     with pytest.raises(InvalidInputError, match="classes 4 contradicts .* declares 3"):
-        task_named(write(tmp_path, x=x, y=Y), 4)
+        task_named(write(tmp_path, x=x, y=Y), Declared(classes=4))
     with pytest.raises(InvalidInputError, match="classes 4 is for npz:FILE; task mnist-5k has"):
-        task_named("mnist-5k", 4)
+        task_named("mnist-5k", Declared(classes=4))
 
 
 def test_without_a_declared_number_of_classes_nothing_is_trained(tmp_path):
@@ -137,7 +139,7 @@ def one_record_does_not_change_what_is_released(tmp_path):
     shapes = []
     for labels in ([0, 1, 0, 1], [0, 1, 0, 1, 5]):
         name = without_classes(tmp_path, x=np.zeros((len(labels), 2)), y=np.array(labels))
-        task = task_named(name, 6)
+        task = task_named(name, Declared(classes=6))
         network = build_network(task.networks["vectors"])
         shapes.append({key: value.shape for key, value in network.state_dict().items()})
     assert shapes[0] == shapes[1]

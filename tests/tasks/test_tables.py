@@ -15,7 +15,7 @@ import dpsur
 from dpsur.cli import main
 from dpsur.errors import InvalidInputError
 from dpsur.runs.evaluation import score
-from dpsur.tasks import task_named
+from dpsur.tasks import Declared, task_named
 from dpsur.tasks.tables import drawn_to_test, header, read_table
 from tests.conftest import blobs
 from tests.robustness.mutations import mutate_bytes, mutate_json
@@ -127,7 +127,7 @@ def test_files_and_frames_give_the_same_records(tmp_path):
     expected = SCHEMA.records(frame)
     for name, prefix in (("people.csv", "csv:"), ("people.parquet", "parquet:")):
         path, schema = write(tmp_path, frame, name=name)
-        task = task_named(f"{prefix}{path}", schema=schema)
+        task = task_named(f"{prefix}{path}", Declared(schema=schema))
         train, test = task.load(None)
         assert test is None
         torch.testing.assert_close(train.inputs, expected.inputs)
@@ -149,17 +149,17 @@ def test_test_records_are_declared_public(tmp_path):
     for part in ({"share": 0.2}, {"share": 0.2, "public": "yes"}):
         schema.write_text(json.dumps({**stored, "test": part}))
         with pytest.raises(InvalidInputError, match="published without noise: declare"):
-            task_named(f"csv:{path}", schema=schema)
+            task_named(f"csv:{path}", Declared(schema=schema))
     people(50, seed=1).to_csv(tmp_path / "test.csv", index=False)
     for part, count in (({"share": 0.2}, None), ({"file": "test.csv"}, 50)):
         schema.write_text(json.dumps({**stored, "test": {**part, "public": True}}))
-        task = task_named(f"csv:{path}", schema=schema)
+        task = task_named(f"csv:{path}", Declared(schema=schema))
         _, test = task.load(None)
         assert count in (None, len(test))
         assert "file" not in str(task.public)
     schema.write_text(json.dumps({**stored, "test": {"file": "no.csv", "public": True}}))
     with pytest.raises(InvalidInputError, match="names the test file no.csv"):
-        task_named(f"csv:{path}", schema=schema)
+        task_named(f"csv:{path}", Declared(schema=schema))
 
 
 WRONG = [
@@ -197,7 +197,7 @@ def test_a_wrong_schema_is_refused_in_one_line(tmp_path, change, message):
     path, schema = write(tmp_path, people(5))
     schema.write_text(json.dumps({**json.loads(schema.read_text()), **change}))
     with pytest.raises(InvalidInputError, match=message) as found:
-        task_named(f"csv:{path}", schema=schema)
+        task_named(f"csv:{path}", Declared(schema=schema))
     assert "\n" not in str(found.value)
 
 
@@ -213,17 +213,17 @@ def test_files_that_are_no_tables_are_refused(tmp_path):
     ):
         path.write_bytes(content)
         with pytest.raises(InvalidInputError, match=message):
-            task_named(f"csv:{path}", schema=schema)
+            task_named(f"csv:{path}", Declared(schema=schema))
     path.write_bytes(b"age,job,income\n1,clerk\n\xff\xfe,\x00,low\n2,nurse,high,4,5\n,,,\n3,,low\n")
     assert len(read_table(path, SCHEMA)) == 3
     with pytest.raises(InvalidInputError, match="needs a schema"):
         task_named(f"csv:{path}")
     with pytest.raises(InvalidInputError, match="there is no file"):
-        task_named("csv:nothing.csv", schema=schema)
+        task_named("csv:nothing.csv", Declared(schema=schema))
     with pytest.raises(InvalidInputError, match="schema .* is for csv:FILE"):
-        task_named("mnist-5k", schema=schema)
+        task_named("mnist-5k", Declared(schema=schema))
     with pytest.raises(InvalidInputError, match="classes 3 is for npz:FILE"):
-        task_named(f"csv:{path}", 3, schema)
+        task_named(f"csv:{path}", Declared(classes=3, schema=schema))
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -415,7 +415,7 @@ def test_damaged_files_and_schemas_are_read_or_refused_in_one_line(tmp_path):
             file.write_bytes(content)
         text = None
         try:
-            train, _ = task_named(f"csv:{path}", schema=schema).load(None)
+            train, _ = task_named(f"csv:{path}", Declared(schema=schema)).load(None)
         except InvalidInputError as error:
             text = str(error)
         if text is not None:

@@ -23,8 +23,9 @@ from dpsur.errors import (
     describe_os_error,
 )
 
-# purpose -> name -> where it is set up, and what it does, in the order of the help. Only the module
-# of the command that is run is imported, so that accounting does not wait for torch.
+# purpose -> name -> module and part, and what it does, in the order of the help. The module has
+# `set_up_PART` and `run_PART`, or `set_up` and `run`. Only that of the command that is run is
+# imported, so that accounting does not wait for torch.
 GROUPS = {
     "train": {
         "train": ("train", "train a model under a privacy budget"),
@@ -179,8 +180,10 @@ def whole_parser() -> Parser:
 
 
 def set_up(name: str, parser: argparse.ArgumentParser) -> None:
-    module, _, part = COMMANDS[name].partition(":")
-    getattr(import_module(f"dpsur.cli.{module}"), f"set_up_{part}" if part else "set_up")(parser)
+    module, *part = COMMANDS[name].split(":")
+    home = import_module(f"dpsur.cli.{module}")
+    parser.set_defaults(run=getattr(home, "_".join(["run", *part]), None))
+    getattr(home, "_".join(["set_up", *part]))(parser)
 
 
 class _ShowOnce:

@@ -117,7 +117,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_method_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -312,7 +311,6 @@ def set_up_audit(parser: argparse.ArgumentParser) -> None:
     )
     one.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     add_method_options(parser)
-    parser.set_defaults(run=run_audit)
 
 
 def run_audit(options: argparse.Namespace) -> int:

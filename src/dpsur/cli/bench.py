@@ -57,10 +57,9 @@ def set_up_explain(parser: argparse.ArgumentParser) -> None:
         "--bf16", action="store_true", default=None, help="as with `dpsur train --bf16`"
     )
     add_method_options(parser)
-    parser.set_defaults(run=explain)
 
 
-def explain(options: argparse.Namespace) -> int:
+def run_explain(options: argparse.Namespace) -> int:
     problem = sample_problem(config_of(options))
     print(f"model: {type(problem.model).__name__}")
     print(engine_report(problem))
@@ -78,7 +77,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

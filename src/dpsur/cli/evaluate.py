@@ -67,7 +67,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help="folder of the data (default: $DPSUR_DATA, or the downloads in the cache)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -211,7 +210,6 @@ def set_up_compare(parser: argparse.ArgumentParser) -> None:
     parser.description = COMPARE_TEXT
     parser.add_argument("folders", metavar="RUN", nargs="+", help="run folders, or releases")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run_compare)
 
 
 def run_compare(options: argparse.Namespace) -> int:
@@ -299,7 +297,6 @@ def set_up_predict(parser: argparse.ArgumentParser) -> None:
         "--proba", action="store_true", help="add the probability of each class or label"
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
-    parser.set_defaults(run=run_predict)
 
 
 def run_predict(options: argparse.Namespace) -> int:
@@ -388,7 +385,6 @@ def set_up_export(parser: argparse.ArgumentParser) -> None:
         help="records in an npz or npy file, where the release does not describe its inputs",
     )
     parser.add_argument("--json", action="store_true", help="print the signature as JSON")
-    parser.set_defaults(run=run_export)
 
 
 def run_export(options: argparse.Namespace) -> int:

@@ -36,10 +36,9 @@ def set_up_methods(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="show the options of this method")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with options")
-    parser.set_defaults(run=print_methods)
 
 
-def print_methods(options: argparse.Namespace) -> int:
+def run_methods(options: argparse.Namespace) -> int:
     from dpsur.methods import METHODS, method_named  # torch, which the proof does not need
     from dpsur.options import declared
 
@@ -88,10 +87,9 @@ def set_up_tasks(parser: argparse.ArgumentParser) -> None:
         "  dpsur tasks\n  dpsur tasks --json"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=print_tasks)
 
 
-def print_tasks(options: argparse.Namespace) -> int:
+def run_tasks(options: argparse.Namespace) -> int:
     from dpsur.tasks import DEFAULT_TASK, TASKS
     from dpsur.tasks.tables import PREFIXES
 
@@ -114,10 +112,9 @@ def print_tasks(options: argparse.Namespace) -> int:
 def set_up_proof(parser: argparse.ArgumentParser) -> None:
     parser.description = PROOF
     parser.add_argument("--path", action="store_true", help="print the path of the page instead")
-    parser.set_defaults(run=print_proof)
 
 
-def print_proof(options: argparse.Namespace) -> int:
+def run_proof(options: argparse.Namespace) -> int:
     page = files("dpsur") / "privacy" / "privacy.md"
     print(page if options.path else page.read_text(encoding="utf-8"))
     return 0
@@ -143,7 +140,6 @@ OPTIONAL = {
 def set_up_doctor(parser: argparse.ArgumentParser) -> None:
     parser.description = DOCTOR_TEXT
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run_doctor)
 
 
 def run_doctor(options: argparse.Namespace) -> int:
@@ -211,10 +207,9 @@ SHELLS = ("bash", "zsh", "tcsh")
 def set_up_completion(parser: argparse.ArgumentParser) -> None:
     parser.description = COMPLETION
     parser.add_argument("shell", choices=SHELLS, help="your shell")
-    parser.set_defaults(run=print_completion)
 
 
-def print_completion(options: argparse.Namespace) -> int:
+def run_completion(options: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:

@@ -15,9 +15,8 @@ from dpsur.errors import InvalidInputError
 from dpsur.privacy.conversion import NOT_HELD_OUT, for_group, for_replacement
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.statement import plan_from_statement, unit_of
-from dpsur.reports import read_report, render_report
-from dpsur.reports.contents import NO_NOTES, Notes
 from dpsur.reports.formats import as_text, converted, nist, registry
+from dpsur.reports.html import NO_NOTES, Notes, read_report, render_report
 from dpsur.runs.files import check_release, finite, write_atomically
 from dpsur.runs.result import KINDS, RunCurves, plot_runs
 from dpsur.runs.session import choose_device
@@ -73,7 +72,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the path as JSON")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -133,7 +131,6 @@ def set_up_plot(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the path as JSON")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
-    parser.set_defaults(run=run_plot)
 
 
 def run_plot(options: argparse.Namespace) -> int:
@@ -182,7 +179,6 @@ def set_up_statement(parser: argparse.ArgumentParser) -> None:
         help="the guarantee for data sets in which one record is another",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run_statement)
 
 
 def run_statement(options: argparse.Namespace) -> int:

@@ -101,7 +101,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     more.add_argument("--quiet", action="store_true", help="no progress, only the result")
     more.add_argument("--json", action="store_true", help="print the result as JSON")
     add_method_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

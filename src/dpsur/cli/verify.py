@@ -66,7 +66,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         "--data", metavar="PATH", help="where the records are now (default: as then)"
     )
     again.add_argument("--device", help="cpu, cuda or auto (default: as then)")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -154,7 +153,6 @@ def set_up_sign(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--key", metavar="FILE", help="the secret key, in PEM")
     what.add_argument("--new-key", metavar="FILE", help="write a new key here, and sign nothing")
-    parser.set_defaults(run=run_sign)
 
 
 def run_sign(options: argparse.Namespace) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor
 from dpsur import checks
 from dpsur.errors import InvalidInputError
 from dpsur.features.table import grid, levels_of
-from dpsur.functional.tree import Params
 from dpsur.mechanism import gaussian
 from dpsur.mechanism.streams import Stream
 from dpsur.per_example import ClippedSum
@@ -94,10 +93,11 @@ def channel_statistics(
             f"features must have the shape (records, channels, ...), got {tuple(features.shape)}"
         )
     means, squares = channel_moments(features, stream.device)
-    sums: list[Params] = []
-    for rows, bound in ((means, mean_bound), (squares, square_bound)):
-        sums.append(gaussian.add_noise(clipped_rows_sum(rows, bound), noise_multiplier, stream))
-    mean, square = (part["sum"] / len(features) for part in sums)
+    mean, square = (
+        gaussian.add_noise(clipped_rows_sum(rows, bound), noise_multiplier, stream)["sum"]
+        / len(features)
+        for rows, bound in ((means, mean_bound), (squares, square_bound))
+    )
     events = (Gaussian(noise_multiplier), Gaussian(noise_multiplier))
     variance = (square - mean.square()).clamp(min=LEAST_VARIANCE)
     noise = noise_multiplier * square_bound / len(features)

@@ -1,7 +1,6 @@
 """The learning tasks, by name. A custom task is registered by adding it to `TASKS`."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +32,8 @@ ENDINGS = {
 }
 
 
-def task_named(
-    name: str,
-    classes: int | None = None,
-    schema: Any = None,
-    declared: Declared = NOTHING,
-) -> Task:
-    """Look a task up by name; `npz:FILE`, `csv:FILE`, `images:DIR` and so on are your own data.
-
-    `classes` is the declared number of classes of an npz file, `schema` the file that declares the
-    columns of a table, `declared` all that can be declared. It is public.
-    """
-    given: dict[str, Any] = {"classes": classes, "schema": schema}
-    declared = replace(declared, **{key: v for key, v in given.items() if v is not None})
+def task_named(name: str, declared: Declared = NOTHING) -> Task:
+    """Look a task up by name; `npz:FILE`, `csv:FILE`, `images:DIR` and so on are your own data."""
     if name.startswith(PREFIXES):
         return table_task(name, declared)
     if name.startswith(IMAGES):
@@ -53,12 +41,10 @@ def task_named(
     if name.startswith(NPZ):
         declared.refuse(name, "classes")
         return npz_task(name, declared.classes)
-    try:
-        task = TASKS[name]
-    except KeyError:
-        raise InvalidInputError(_unknown(name), code="unknown-name") from None
+    if name not in TASKS:
+        raise InvalidInputError(_unknown(name), code="unknown-name")
     declared.refuse(name)
-    return task
+    return TASKS[name]
 
 
 def _unknown(name: str) -> str:
@@ -94,7 +80,7 @@ def load_test_records(
         released = Schema.from_json(known["schema"])
         return read_table(named_file(name), released), released.loss
     if name.startswith(PREFIXES):
-        task = table_task(name, replace(NOTHING, schema=schema))
+        task = table_task(name, Declared(schema=schema))
         _, test = task.load(None)
         if test is None:
             raise InvalidInputError(
