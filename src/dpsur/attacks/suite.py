@@ -97,7 +97,6 @@ def count_persons(persons: Tensor) -> int:
 
 
 def whole_persons(persons: Tensor, count: int, seed: int) -> Tensor:
-    """The rows of at most `count` persons, drawn at random."""
     known = torch.tensor(sorted(set(persons.tolist())))
     return torch.isin(persons, as_many(known, count, seed)).nonzero().flatten()
 
@@ -386,7 +385,6 @@ def check_attacks(names: Sequence[str], known: Collection[str] = tuple(ATTACKS))
 def attack_target(
     split: Split, trainer: Trainer, names: Sequence[str], seed: int, shadow_models: int = 16
 ) -> AttackScores:
-    """Train a target and what the attacks need, with one trainer for all, and attack."""
     check_attacks(names)
     with status("training the target"):
         target = trainer(split.pool, [split.target_train], seed)
@@ -423,7 +421,6 @@ def attack_answers(
 
 
 def on_persons(scores: dict[str, Scores], members: Tensor, others: Tensor) -> dict[str, Scores]:
-    """The same attacks on the persons of these records."""
     return {
         name: found.of_persons(members.numpy(), others.numpy()) for name, found in scores.items()
     }

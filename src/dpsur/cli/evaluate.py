@@ -153,7 +153,6 @@ def _comparison(tested: Sequence[_Tested]) -> list[str]:
 
 
 def _is_counterpart(plain: _Tested, selective: _Tested) -> bool:
-    """Whether a run differs from a selective one by the test of candidates alone."""
     one, other = plain.statement, selective.statement
     return (
         one["settings"].get("gate") == "none"

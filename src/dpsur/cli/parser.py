@@ -47,7 +47,6 @@ class Parser(argparse.ArgumentParser):
         self._rare.append(action)
 
     def format_help(self) -> str:
-        """The help; without `--help-all` it has the common options alone."""
         hidden = [] if self._whole else [(action, action.help) for action in self._rare]
         for action, _ in hidden:
             action.help = argparse.SUPPRESS
@@ -164,7 +163,6 @@ def figure_path(value: str) -> Path:
 
 
 def _closest(word: str, known: Iterable[str]) -> str:
-    """A suggestion, where a known word is close."""
     found = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {found[0]}?" if found else ""
 

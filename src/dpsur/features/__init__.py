@@ -48,7 +48,6 @@ class Features:
     def described(
         self, shape: Shape, scale: PixelScale | None = None
     ) -> tuple[LayerDescription, ...]:
-        """The layers for inputs of a shape, standardised as `scale` says."""
         layers = self.layers(shape)
         if scale is None or not self.of_images:
             return layers
@@ -72,7 +71,6 @@ class Features:
                     )
 
     def output_shape(self, shape: Shape) -> Shape:
-        """The shape of one record's features, from that of its inputs."""
         layers = build_layers(self.layers(shape))
         return tuple(layers(torch.zeros(1, *shape)).shape[1:])
 

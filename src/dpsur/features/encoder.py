@@ -231,7 +231,6 @@ def _to_square(values: Tensor, side: int, padded_from: int) -> Tensor:
 
 
 def zoomed(values: Tensor) -> Tensor:
-    """The middle of prepared images (26 of 32 pixels), enlarged."""
     border = (SIZE - 26) // 2
     middle = values[..., border : SIZE - border, border : SIZE - border]
     return F.interpolate(middle, SIZE, mode="bilinear", align_corners=False)

@@ -194,5 +194,4 @@ class Scattering2d(nn.Module):
 
 
 def _parts(values: Tensor, factor: int) -> list[Tensor]:
-    """Cut the last two dimensions into `factor` x `factor` parts."""
     return [part for rows in values.chunk(factor, -2) for part in rows.chunk(factor, -1)]

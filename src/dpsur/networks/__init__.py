@@ -26,7 +26,6 @@ ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build_activation(description: Activation) -> nn.Module:
-    """Build an activation from its name, or from a mapping of its name and parameters."""
     if isinstance(description, str):
         description = {"name": description}
     return build("activation", ACTIVATIONS, description)
@@ -38,7 +37,6 @@ WIDEST_FOR_HIDDEN_LAYER, HIDDEN = 256, 32
 
 
 def linear(inputs: int, classes: int) -> nn.Module:
-    """Logistic regression on `inputs` numbers."""
     _check_counts(inputs=inputs, classes=classes)
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, classes))
 
@@ -52,7 +50,6 @@ def linear_head(inputs: int, classes: int) -> nn.Module:
 
 
 def linear_features(channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """Logistic regression on feature maps."""
     _check_counts(channels=channels, height=height, width=width)
     return linear(channels * height * width, classes)
 

@@ -118,7 +118,6 @@ BLOCK_OPTIONS: Mapping[str, Any] = {"gate": "block"}
 
 
 def auto_preset(method: str, facts: DataFacts | None) -> Preset:
-    """The settings of a method for data and a model of which these facts are public."""
     check_method(AUTO, method)
     features = None if facts is None else facts.features
     if facts is not None and facts.records is not None and not facts.own_model:
@@ -273,7 +272,6 @@ PRESETS: dict[str, Callable[[str, str, float, DataFacts | None], Preset]] = {
 def preset_named(
     name: str, method: str, task: str, epsilon: float, facts: DataFacts | None = None
 ) -> Preset:
-    """The preset of a method on a task at a budget, or an error that says which there are."""
     if name not in PRESETS:
         raise InvalidInputError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
     return PRESETS[name](method, task, epsilon, facts)

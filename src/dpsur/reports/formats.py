@@ -125,7 +125,6 @@ def registry(statement: Mapping[str, Any]) -> Fields:
 
 
 def converted(statement: Mapping[str, Any], other: Converted) -> Fields:
-    """The guarantee for other neighbours, stated as what it is."""
     how = (
         "privacy losses of all mechanisms, converted one by one and composed"
         if other.exact

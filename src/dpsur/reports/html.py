@@ -163,7 +163,6 @@ def read_report(
 
 
 def class_names(statement: Mapping[str, Any]) -> Sequence[str] | None:
-    """The names of the classes of a table, in their order."""
     (column, *more) = statement["public"].get("schema", {}).get("target", {"": {}}).values()
     return None if more or "values" not in column else [str(name) for name in column["values"]]
 
@@ -271,7 +270,6 @@ def _scale(epsilon: float) -> str:
 
 
 def declared_rows(public: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the user declared to be public, in words."""
     rows = []
     for name, value in public.items():
         title = f"{name.replace('_', ' ').capitalize()} (declared public)"
@@ -409,7 +407,6 @@ def _number(value: float) -> str:
 
 
 def _promise(contents: ReportContents) -> str:
-    """The guarantee in words that need no mathematics, and its figures."""
     guarantee, unit = contents.statement["guarantee"], unit_of(contents.statement)
     epsilon, delta = guarantee["epsilon"], guarantee["delta"]
     if epsilon is None or math.isinf(epsilon):

@@ -102,7 +102,6 @@ class Task:
 
 
 def named_file(name: str) -> Path:
-    """The file that a name such as `csv:FILE` names."""
     prefix, _, file = name.partition(":")
     path = Path(file).expanduser()
     if not path.is_file():
@@ -111,7 +110,6 @@ def named_file(name: str) -> Path:
 
 
 def existing(test: str | PathLike[str]) -> Path:
-    """The file or folder of test records, if it is there."""
     path = Path(test).expanduser()
     if not path.exists():
         raise InvalidInputError(f"there is no {path} to test on; correct --test")
@@ -140,7 +138,6 @@ def kept(most: int) -> Callable[[Callable[..., Read]], Callable[..., Read]]:
 
 
 def _are_labels(name: str, value: Any) -> None:
-    """Refuse anything but texts, or texts that are separated by commas."""
     found = split_labels(value)
     if len(found) < 2 or len(set(found)) < len(found) or not all(found):
         raise InvalidInputError(

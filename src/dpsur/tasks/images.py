@@ -143,7 +143,6 @@ def read_images(images: Sequence[Any], shape: Shape) -> Tensor:
 
 
 def _pixels(source: Any, shape: Shape) -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """The pixels of one image, channels first."""
     from PIL import Image
 
     channels, height, width = shape

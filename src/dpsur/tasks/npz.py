@@ -105,7 +105,6 @@ def array_task(
 
 
 def npz_test_records(name: str) -> Examples | None:
-    """The test records of a file, which need no declared number of classes."""
     return _records([named_file(name)])[1]
 
 
@@ -223,7 +222,6 @@ def _channels_last(shape: tuple[int, ...]) -> bool:
 
 
 def _declared(path: Path, given: int | None, stored: int | None) -> int:
-    """The number of classes that the user declared, in the file or beside it."""
     if given is None and stored is None:
         raise InvalidInputError(
             f"{path} does not say how many classes there are, and the labels are private: declare "

@@ -610,7 +610,6 @@ _KINDS: dict[str, type[Column]] = {one.kind: one for one in (Number, Category, T
 
 
 def _column(name: str, stored: Any) -> Column | None:
-    """A column from plain values; None for one that is not used."""
     try:
         if not isinstance(stored, Mapping):
             raise InvalidInputError("it must be an object with a kind")
@@ -637,7 +636,6 @@ def _column(name: str, stored: Any) -> Column | None:
 
 
 def in_words(column: Column) -> str:
-    """What is declared about a column."""
     if isinstance(column, Number):
         return f"number from {column.low:g} to {column.high:g}"
     if isinstance(column, Category):

@@ -334,7 +334,6 @@ def _check_group_by(name: str, schema: Schema, names: Sequence[str] | None = Non
 
 
 def read_table(path: Path, schema: Schema) -> Examples:
-    """All records of a file with a target that the schema declares."""
     records, usable, _ = _read(path, schema)
     return _selected(records, usable)
 
