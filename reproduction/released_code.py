@@ -19,7 +19,7 @@ from dpsur.mechanism.gaussian import Draw, padded_batch, steady_batch
 from dpsur.mechanism.proposer import DpGradient, GradientProposer
 from dpsur.mechanism.state import Candidate, Gate, Procedure, Proposer, State, Verdict
 from dpsur.mechanism.streams import STEERING, VAL_BATCH, VAL_NOISE, Draws
-from dpsur.mechanism.trial import LossTestGate, Rule, Selective, either
+from dpsur.mechanism.trial import LossTestGate, Rule, Selective
 from dpsur.methods.dpsgd import Dpsur
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Gaussian, LossTest, Step, Test
@@ -36,13 +36,13 @@ NO_LOSS = 1e5
 class OtherDivisorGradient(DpGradient):
     """Noisy gradients divided by the size of another draw."""
 
-    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
+    def gradient(self, state: State, draws: Draws) -> Params:
         """The gradient with the wrong divisor."""
-        gradient, overflow = super().gradient(state, draws)
+        gradient = super().gradient(state, draws)
         size, rate = len(self.sampler.problem.train), self.update.sample_rate
         other = (draws[STEERING].uniform(size) < rate).sum().clamp(min=1)
         factor = rate * size / other
-        return {name: value * factor.to(value.dtype) for name, value in gradient.items()}, overflow
+        return {name: value * factor.to(value.dtype) for name, value in gradient.items()}
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StoredLossProposer:
         batch = self.draw(self.problem.train, self.sample_rate, draws[VAL_BATCH])
         losses = self.problem.losses(candidate.state.params, batch.examples)
         tested = replace(candidate.state, memory={"stored_loss": batch.mean(losses.double())})
-        return Candidate(tested, either(candidate.overflow, batch.overflow))
+        return Candidate(tested)
 
     def padded(self) -> "StoredLossProposer | None":
         """The same on padded batches."""

@@ -21,7 +21,6 @@ from dpsur.mechanism.gaussian import Batch, dp_mean_gradient
 from dpsur.mechanism.proposer import Sampler, Sgd
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import BATCH, NOISE, STEERING, VAL_BATCH, VAL_NOISE, Draws
-from dpsur.mechanism.trial import either
 from dpsur.methods.base import Method
 from dpsur.options import option
 from dpsur.privacy.accountants.rdp import (
@@ -185,7 +184,7 @@ class ReleasedSteps:
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:  # noqa: ARG002
         """Move along the candidates, score each where it stands, and move on by what is chosen."""
         memory = _memory(state)
-        gradient, size, overflow = self._gradient(state, memory, draws)
+        gradient, size = self._gradient(state, memory, draws)
         lengths = torch.linspace(
             0, LARGEST, COUNT, dtype=torch.float64, device=self._problem.device
         )
@@ -194,7 +193,6 @@ class ReleasedSteps:
         for length in travelled.unbind():
             batch = self._sampler.batch(self._val_rate, draws, VAL_BATCH)
             losses.append(self._mean_loss(_moved(state.params, gradient, length), batch))
-            overflow = either(overflow, batch.overflow)
         scale = self._method.loss_clip * self._method.val_noise_multiplier / size
         exponential = -torch.log1p(-draws[VAL_NOISE].uniform(COUNT))
         row = (torch.stack(losses) + scale * exponential).argmin()
@@ -207,7 +205,7 @@ class ReleasedSteps:
             "chosen": chosen,
             **{f"gradient/{name}": value for name, value in gradient.items()},
         }
-        return Candidate(State(params, state.optimizer, state.updates + 1, None, after), overflow)
+        return Candidate(State(params, state.optimizer, state.updates + 1, None, after))
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:  # noqa: ARG002
         """An iteration ends with any length but 0."""
@@ -234,7 +232,7 @@ class ReleasedSteps:
 
     def _gradient(
         self, state: State, memory: Mapping[str, Tensor], draws: Draws
-    ) -> tuple[Params, Tensor, Tensor | None]:
+    ) -> tuple[Params, Tensor]:
         """A noisy gradient and the size of its batch; on a retry the ones at hand."""
         batch = self._sampler.batch(self._rate, draws, BATCH)
         fresh = dp_mean_gradient(
@@ -257,7 +255,7 @@ class ReleasedSteps:
         )
         drawn: Any = len(batch) if batch.mask is None else batch.mask.sum()
         size = torch.where(again, memory["size"], torch.ones_like(memory["size"]) * drawn)
-        return gradient, size.clamp(min=1), batch.overflow
+        return gradient, size.clamp(min=1)
 
     def _mean_loss(self, params: Params, batch: Batch) -> Tensor:
         losses = self._problem.losses(params, batch.examples).double()

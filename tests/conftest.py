@@ -100,5 +100,5 @@ class StopAt:
         pass
 
     def trials(self, progress, verdicts):
-        if progress.ledger.trials == self.at:
+        if progress.ledger.trials >= self.at:
             raise KeyboardInterrupt

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur.config import RunConfig
-from dpsur.errors import CouplingError, InvalidInputError
+from dpsur.errors import CouplingError, InvalidInputError, NothingReleasedError
 from dpsur.features import statistics as feature_sums
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples, HostExamples, place
 from dpsur.functional.tree import flatten, map_tensors
-from dpsur.mechanism import gaussian, host_batches, proposer, trial
+from dpsur.mechanism import captured_batches, gaussian, proposer, trial
 from dpsur.mechanism import gaussian as sampling
 from dpsur.mechanism import trial as gate
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
@@ -167,17 +167,14 @@ def noise_has_the_accounted_scale():
 def training_and_test_batches_are_independent():
     """The rows of both batches of a trial agree no more often than chance."""
     drawn = []
-    real = sampling.poisson_sample
+    real = sampling.poisson_mask
 
     def spy(size, rate, drawn_from):
-        rows = real(size, rate, drawn_from)
-        mask = torch.zeros(size, dtype=torch.bool)
-        mask[rows] = True
-        drawn.append(mask)
-        return rows
+        drawn.append(real(size, rate, drawn_from))
+        return drawn[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "poisson_sample", spy)
+        patch.setattr(sampling, "poisson_mask", spy)
         tried = Trial(SampledGaussian(0.5, 1.0), LossTest(0.5, 1.0, 0.0))
         plan = repeated_plan(BUDGET, "every-trial", tried, 200)
         problem = Problem(small_model(), F.cross_entropy, blobs())
@@ -205,7 +202,10 @@ def host_batches_are_the_drawn_ones():
             streams, first = Streams(0, CPU), start(procedure)
             loop = CudaGraphLoop(procedure, procedure.padded(), plan, streams, first, block=1)
             captured = isinstance(records, HostExamples)
-            end = run_loop(loop, plan) if captured else train(procedure, plan, streams)
+            try:
+                end = run_loop(loop, plan) if captured else train(procedure, plan, streams)
+            except NothingReleasedError as error:
+                raise AssertionError(error) from error
         ends.append(flatten(end.state))
     for name, value in ends[0].items():
         torch.testing.assert_close(value, ends[1][name], rtol=1e-4, atol=1e-5)
@@ -354,9 +354,9 @@ def gradients(change):
         real = DpGradient.gradient
 
         def wrong(self, state, draws):
-            gradient, overflow = real(self, state, draws)
+            gradient = real(self, state, draws)
             factor = change(self, draws)
-            return {name: value * factor for name, value in gradient.items()}, overflow
+            return {name: value * factor for name, value in gradient.items()}
 
         patch.setattr(DpGradient, "gradient", wrong)
 
@@ -432,32 +432,36 @@ def forget_the_test(patch):
 
 def first_host_batch_again(patch):
     """A replay reads what an earlier one has read."""
-    real = host_batches._Feed.load
+    real = captured_batches._Feed.load
 
     def wrong(self, step, last):
         if self._loaded is None:
             real(self, step, last)
 
-    patch.setattr(host_batches._Feed, "load", wrong)
+    patch.setattr(captured_batches._Feed, "load", wrong)
 
 
 def host_batch_of_another_step(patch):
-    real = host_batches._Feed.sample
-    patch.setattr(host_batches._Feed, "sample", lambda self, step: real(self, step + 1))
+    real = captured_batches._Feed.sample
+    patch.setattr(captured_batches._Feed, "sample", lambda self, step: real(self, step + 1))
 
 
 def host_batch_cut_to_its_padding(patch):
-    real = host_batches._Feed.sample
+    patch.setattr(captured_batches.CapturedBatches, "levels", lambda _, steps: [0] * len(steps))
+    real = captured_batches._Feed.sample
     patch.setattr(
-        host_batches._Feed, "sample", lambda self, step: real(self, step)[: self._capacity]
+        captured_batches._Feed, "sample", lambda self, step: real(self, step)[: self._capacity]
     )
 
 
 def padding_of_host_batches_counts(patch):
-    real = host_batches._Feed.batch
-    patch.setattr(
-        host_batches._Feed, "batch", lambda self, room: replace(real(self, room), mask=None)
-    )
+    real = captured_batches._Feed.batch
+
+    def wrong(self, room):
+        batch, drawn = real(self, room)
+        return replace(batch, mask=None), drawn
+
+    patch.setattr(captured_batches._Feed, "batch", wrong)
 
 
 def losses_may_remember(patch):

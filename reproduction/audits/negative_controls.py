@@ -119,13 +119,13 @@ class _LessNoise(DpGradient):
 class DividedByDrawnSize(DpGradient):
     """The noisy sum is divided by the number of records that were drawn."""
 
-    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
+    def gradient(self, state: State, draws: Draws) -> Params:
         """The gradient with the wrong divisor."""
         problem, update = self.sampler.problem, self.update
         batch = self.sampler.batch(update.sample_rate, draws)
         drawn = len(batch) if batch.mask is None else int(batch.mask.sum())
         with self.sampler.layer_randomness(draws):
-            gradient = dp_mean_gradient(
+            return dp_mean_gradient(
                 problem,
                 state.params,
                 batch,
@@ -134,7 +134,6 @@ class DividedByDrawnSize(DpGradient):
                 self.max_grad_norm,
                 draws[NOISE],
             )
-        return gradient, batch.overflow
 
     def padded(self) -> None:
         """Counts exact batches only."""

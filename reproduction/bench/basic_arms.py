@@ -19,7 +19,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Problem, drop_weights
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params, device_of
-from dpsur.mechanism.cuda_graph_loop import CapturedTrial
+from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.cuda_graphs import capture_graph
 from dpsur.mechanism.state import Procedure
 from dpsur.mechanism.streams import Streams
@@ -265,13 +265,13 @@ class CapturedOwnStep:
         padded = step.procedure.padded()
         if padded is None:
             raise InvalidInputError("layers that draw random numbers are not captured")
-        self._trial = CapturedTrial(
-            padded, step.plan, step.progress, step.streams, block=BLOCK, owned=True
+        self._loop = CudaGraphLoop(
+            step.procedure, padded, step.plan, step.streams, step.progress, BLOCK, owned=True
         )
 
     def __call__(self) -> None:
         """Replay the trial, as one of a block."""
-        self._trial.replay()
+        self._loop.replay()
 
     def clipped_sum(self) -> Params:
         """The sum of clipped gradients."""

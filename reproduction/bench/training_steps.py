@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpsur import PrivacyEngine
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import tensors_of
+from dpsur.mechanism.captured_batches import capture_obstacle
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
-from dpsur.mechanism.host_batches import capture_obstacle
 from dpsur.mechanism.trial import EagerLoop, Loop
 from dpsur.methods.dpsgd import Dpsgd, Dpsur
 from dpsur.methods.gradient_method import GradientMethod

@@ -18,7 +18,6 @@ from dpsur.mechanism.gaussian import Batch, dp_mean_gradient
 from dpsur.mechanism.proposer import SHAPES, Sampler, Sgd, WeightAverage, update_average
 from dpsur.mechanism.state import Candidate, OptimizerState, Procedure, State, Verdict
 from dpsur.mechanism.streams import BATCH, NOISE, VAL_BATCH, VAL_NOISE, Draws, Stream
-from dpsur.mechanism.trial import either
 from dpsur.methods.base import (
     AVERAGE_HELP,
     Method,
@@ -315,8 +314,7 @@ class AdaptiveSteps:
         }
         updates = state.updates + 1
         average = update_average(self._average, state.average, params, updates)
-        overflow = either(batch.overflow, sample.overflow)
-        return Candidate(State(params, optimizer, updates, average, after), overflow)
+        return Candidate(State(params, optimizer, updates, average, after))
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:  # noqa: ARG002
         """Keep every step that has a length."""

@@ -269,7 +269,7 @@ class ImportanceGradient(GradientSource):
         rate, noise = state.memory["sample_rate"], state.memory["noise_multiplier"]
         return SampledGaussian(float(rate), float(noise))
 
-    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
+    def gradient(self, state: State, draws: Draws) -> Params:
         """Sample at the rate, keep each record in proportion to its norm, add noise."""
         event, problem = self.event(state), self.sampler.problem
         batch = self.sampler.batch(event.sample_rate, draws)
@@ -277,7 +277,7 @@ class ImportanceGradient(GradientSource):
         drawn = len(batch) if batch.total is None else batch.total
         coins = batch.ranks.own(1 - draws[COINS].uniform(drawn))
         with self.sampler.layer_randomness(draws):
-            gradient = dp_mean_gradient(
+            return dp_mean_gradient(
                 problem,
                 state.params,
                 batch,
@@ -287,7 +287,6 @@ class ImportanceGradient(GradientSource):
                 draws[NOISE],
                 coins=coins,
             )
-        return gradient, batch.overflow
 
     # never padded: rates change during the run, and so do the shapes of batches
 

@@ -132,10 +132,8 @@ class GradientWithNorms(DpGradient):
     noise is that of a sum that moves by C sqrt(1 + w^2).
     """
 
-    def with_norms(
-        self, state: State, draws: Draws, norm_limit: float
-    ) -> tuple[Params, Tensor, Tensor | None]:
-        """The gradient, the sum of norms in units of what one record adds, and the overflow."""
+    def with_norms(self, state: State, draws: Draws, norm_limit: float) -> tuple[Params, Tensor]:
+        """The gradient, and the sum of norms in units of what one record adds."""
         problem, bound = self.sampler.problem, float(self.max_grad_norm)
         batch = self.sampler.batch(self.update.sample_rate, draws)
         with self.sampler.layer_randomness(draws):
@@ -158,7 +156,7 @@ class GradientWithNorms(DpGradient):
         )
         size = self.update.sample_rate * problem.size
         mean = dict(noisy_mean(both, self.update.noise_multiplier, size, draws[NOISE]))
-        return mean, mean.pop(NORMS) * (size / weight), batch.overflow
+        return mean, mean.pop(NORMS) * (size / weight)
 
 
 def long_norms(
@@ -177,11 +175,10 @@ class KnownGradient(GradientSource):
     """A gradient that was drawn already."""
 
     found: Params
-    overflow: Tensor | None
 
-    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:  # noqa: ARG002
+    def gradient(self, state: State, draws: Draws) -> Params:  # noqa: ARG002
         """That gradient."""
-        return self.found, self.overflow
+        return self.found
 
 
 @dataclass(frozen=True)
@@ -199,8 +196,8 @@ class NormsProposer(GradientProposer):
 
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
         """One optimizer step, and the sum beside its gradient."""
-        gradient, norms, overflow = self.source.with_norms(state, draws, self.norm_limit)
-        found = KnownGradient(gradient, overflow)
+        gradient, norms = self.source.with_norms(state, draws, self.norm_limit)
+        found = KnownGradient(gradient)
         steps = GradientProposer(self.problem, found, self.optimizer, self.schedule, self.average)
         candidate = steps.propose(state, draws, position)
         return replace(candidate, state=replace(candidate.state, memory={"norms": norms}))

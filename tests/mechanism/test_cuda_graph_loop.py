@@ -10,9 +10,10 @@ import dpsur
 from dpsur.config import Intervals, Performance
 from dpsur.functional.problem import Problem, mode
 from dpsur.functional.tree import flatten
-from dpsur.mechanism import cuda_graph_loop
+from dpsur.mechanism import captured_batches, cuda_graph_loop
 from dpsur.mechanism import gaussian as sampling
-from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
+from dpsur.mechanism.captured_batches import CapturedBatches
+from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.streams import BATCH, Streams
 from dpsur.mechanism.trial import has_next, make_trial, run_loop, start, train
 from dpsur.methods import Dpsgd, Dpsur
@@ -81,21 +82,18 @@ def test_random_layers_are_seen_and_not_padded():
 
 
 class Counted(CudaGraphLoop):
-    """Counts the trials that were repeated with exact batches."""
+    """Counts the steps that were made with exact batches."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.again = []
+    exact = 0
 
-    def _exactly(self, count):
-        verdicts = super()._exactly(count)
-        self.again.append(len(verdicts))
-        return verdicts
+    def _exactly(self):
+        self.exact += 1
+        return super()._exactly()
 
 
 def in_blocks(procedure, plan, block, on_block=lambda *_: None):
     loop = Counted(procedure, procedure.padded(), plan, Streams(0, CPU), start(procedure), block)
-    return run_loop(loop, plan, on_block), loop.again
+    return run_loop(loop, plan, on_block), loop.exact
 
 
 @pytest.mark.parametrize("on_reject", ["restore", "keep-momentum"])
@@ -146,14 +144,15 @@ def test_parameters_without_numbers_and_of_two_types_are_captured():
     settled, plan = method.resolve(200, BUDGET, "proven")
     padded = settled.build(problem, plan).padded()
     before = start(padded)
-    trials = CapturedTrial(padded, plan, before, Streams(0, CPU), 3)
-    trials.run(before.ledger, 3)
-    after = trials.state().params
+    loop = CudaGraphLoop(padded, padded, plan, Streams(0, CPU), before, 3)
+    loop.launch()
+    loop.collect()
+    after = loop.progress.state.params
     moved = {n: not torch.equal(v, after[n]) for n, v in before.state.params.items() if v.numel()}
     assert all(moved.values())
 
 
-def test_a_block_without_room_is_made_again_exactly(monkeypatch):
+def test_a_batch_without_room_is_drawn_exactly(monkeypatch):
     method = Dpsur(updates=8, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5)
     single, plan = bound(method)
     one = train(single, plan, Streams(0, CPU))
@@ -181,29 +180,24 @@ def test_trials_have_the_smallest_rooms_that_hold_their_batches(method, largest,
     one = train(single, plan, Streams(0, CPU))
     if largest is not None:
         monkeypatch.setattr(sampling, "padded_size", lambda size, rate: largest)
-    levels, held = [], []
-    draw = sampling._padded
+    used, held = [], []
 
-    def watched(examples, rate, joins, ranks, level=None):
-        levels.append(level)
-        room = sampling.padded_sizes(len(examples), rate)[level or 0]
-        held.append(not level or int(joins.sum()) <= room)
-        return draw(examples, rate, joins, ranks, level)
+    def watched(examples, mask, room, ranks):
+        used.append(room)
+        held.append(int(mask.sum()) <= room)
+        return sampling.padded_to(examples, mask, room, ranks)
 
     exact, _ = bound(method)
-    monkeypatch.setattr(sampling, "_padded", watched)
+    monkeypatch.setattr(captured_batches, "padded_to", watched)
     two, again = in_blocks(exact, plan, 6)
     assert bool(again) == (largest is not None)
     assert two.ledger == one.ledger
     for name, value in flatten(one.state).items():
         torch.testing.assert_close(value, flatten(two.state)[name], rtol=1e-4, atol=1e-6)
-    rooms = sampling.padded_sizes(200, 0.1)
-    used = {level for level in levels if level is not None}
-    assert used < set(range(len(rooms)))
     if largest is None:
-        assert len(used) > 1
-        batches = 2 if isinstance(method, Dpsur) else 1
-        assert all(held[: batches * one.ledger.trials])  # what is replayed beyond has no effect
+        assert len(set(used)) > 2
+        batches = 2 if isinstance(method, Dpsur) else 1  # first of the trial that looks for them
+        assert all(held[batches:][: batches * one.ledger.trials])  # those beyond have no effect
 
 
 @pytest.mark.parametrize("work", [0.0, 1e12])
@@ -211,21 +205,21 @@ def test_rooms_are_chosen_by_the_size_of_a_trial(work, monkeypatch):
     """Never by a clock: a seeded run would not be the same every time."""
     monkeypatch.setattr(cuda_graph_loop, "LEAST_WORK", work)
     procedure, plan = bound(Dpsgd(updates=6, noise_multiplier=20.0, batch_size=20))
-    trials = CapturedTrial(procedure.padded(), plan, start(procedure), Streams(0, CPU), 3)
-    trials.prepare()
+    loop = CudaGraphLoop(procedure, procedure.padded(), plan, Streams(0, CPU), start(procedure), 3)
+    loop.prepare()
     rooms = len(sampling.padded_sizes(200, 0.1))
-    assert set(trials._by_level) == ({None} if work else set(range(rooms)))
+    assert set(loop._by_level) == ({0} if work else set(range(rooms)))
 
 
 def test_large_samples_are_worked_on_in_parts():
     """So that memory does not follow the largest sample."""
     problem = Problem(small_model(), F.cross_entropy, blobs())
     rooms, found = sampling.padded_sizes(200, 0.1), []
-    for level in (None, *range(len(rooms))):
-        token = sampling.padding_level.set(level)
-        batch = sampling.padded_batch(problem.train, 0.1, Streams(0, CPU).at(4)[BATCH])
-        sampling.padding_level.reset(token)
-        found.append((len(batch), batch.at_once))
+    for sized in (False, True):
+        batches = CapturedBatches(Streams(0, CPU), sized=sized)
+        for batches.level in range(len(rooms) if sized else 1):
+            batch = batches.batch(problem.train, 0.1, Streams(0, CPU).at(4)[BATCH])
+            found.append((len(batch), batch.at_once))
     assert found[0] == (rooms[-1], None)
     for room, (size, at_once) in zip(rooms, found[1:], strict=True):
         assert size == room
@@ -273,7 +267,6 @@ def test_steps_that_differ_are_asked_for_one_by_one(room, monkeypatch):
     monkeypatch.setattr(AdaptiveSteps, "propose", watched)
     two, again = in_blocks(exact, plan, 100, on_block)
     assert two.ledger == one.ledger
-    assert again == ([] if room == 200 else [1] * len(again))
     assert bool(again) == (room == 20)
     assert positions == sorted(positions)
     assert positions[0] == 0 < positions[-1] < plan.length

@@ -18,8 +18,8 @@ from dpsur.functional.problem import Problem, drop_weights
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import empty_like, flatten, parts, to_vector
 from dpsur.mechanism import cuda_graph_loop, proposer
-from dpsur.mechanism import gaussian as sampling
-from dpsur.mechanism.cuda_graph_loop import CapturedTrial, CudaGraphLoop
+from dpsur.mechanism.captured_batches import CapturedBatches
+from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.proposer import Sgd
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import (
@@ -248,13 +248,14 @@ def test_a_trial_that_does_not_count_changes_nothing_in_place(masked, monkeypatc
         monkeypatch.setattr(proposer, "_write", lambda place, new, active: place.copy_(new))
     procedure, plan = bound(METHODS["dpsgd"][0], nn.Linear(8, 4))
     before = start(procedure)
-    trials = CapturedTrial(procedure.padded(), plan, before, Streams(0, CPU), 3)
-    trials._live.fill_(False)
-    trials.run(before.ledger, 2)
-    after = flatten(trials.state())
+    loop = CudaGraphLoop(procedure, procedure.padded(), plan, Streams(0, CPU), before, 2)
+    loop._live.fill_(False)
+    loop.launch()
+    after = flatten(loop._progress.state)
     same = [torch.equal(value, after[name]) for name, value in flatten(before.state).items()]
     assert all(same) == masked
-    assert trials.read() == (0, 0, False)
+    loop.collect()
+    assert (loop.progress.ledger.trials, loop.progress.ledger.updates) == (0, 0)
 
 
 def test_a_state_in_flight_is_not_shown(monkeypatch):
@@ -274,9 +275,7 @@ def test_a_batch_larger_than_counted_ends_the_run(monkeypatch):
     monkeypatch.setattr(cuda_graph_loop, "LEAST_WORK", 0.0)
     procedure, plan = bound(METHODS["dpsgd"][0], nn.Linear(8, 4), size=600)
     loop = in_blocks(procedure, plan, block=9)
-    source = type(procedure.proposer.source)
-    monkeypatch.setattr(source, "batch_sizes", lambda self, streams, steps: [0] * len(steps))
-    monkeypatch.setattr(sampling, "padded_size", lambda size, rate: 1)
+    monkeypatch.setattr(CapturedBatches, "levels", lambda self, steps: [0] * len(steps))
     loop.launch()
     with pytest.raises(NothingReleasedError, match="larger than counted"):
         loop.collect()

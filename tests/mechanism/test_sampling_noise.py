@@ -161,17 +161,17 @@ def test_a_padded_batch_is_the_exact_one_in_another_shape(rate):
         exact = exact_batch(data, rate, stream(seed))
         padded = padded_batch(data, rate, stream(seed))
         assert len(padded.examples) == padded_size(500, rate)
-        assert not padded.overflow
         assert torch.equal(padded.examples.inputs[padded.mask], exact.examples.inputs)
         assert torch.equal(padded.examples.targets[padded.mask], exact.examples.targets)
 
 
-def test_overflow_is_told_never_cut_silently(monkeypatch):
+def test_a_batch_without_room_is_taken_whole(monkeypatch):
     monkeypatch.setattr(sampling, "padded_size", lambda size, rate: 32)
-    told = [bool(padded_batch(blobs(500), 0.07, stream(seed)).overflow) for seed in range(50)]
+    batches = [padded_batch(blobs(500), 0.07, stream(seed)) for seed in range(50)]
     sizes = [len(poisson_sample(500, 0.07, stream(seed))) for seed in range(50)]
-    assert told == [size > 32 for size in sizes]
-    assert 0 < sum(told) < 50
+    assert [int(batch.count()) for batch in batches] == sizes
+    assert [len(batch) for batch in batches] == [max(32, size) for size in sizes]
+    assert min(sizes) < 32 < max(sizes)
 
 
 def test_overflow_is_next_to_impossible():

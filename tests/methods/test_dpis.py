@@ -85,7 +85,7 @@ def refreshed(problem: Problem, norm_sum: float, noise: float = 1e-9, **changes)
 
 
 def gradient(procedure, state, step, streams=STREAMS):
-    return procedure.proposer.source.gradient(state, streams.at(step))[0]["weight"]
+    return procedure.proposer.source.gradient(state, streams.at(step))["weight"]
 
 
 # --- laws ---------------------------------------------------------------------------------------

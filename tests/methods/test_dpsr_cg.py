@@ -46,7 +46,7 @@ def released(problem: Problem, draws: int = 1) -> list[tuple[np.ndarray, float]]
     found = [
         procedure.proposer.source.with_norms(state, STREAMS.at(n + 1), LIMIT) for n in range(draws)
     ]
-    return [(gradient["weight"].double().numpy(), float(norms)) for gradient, norms, _ in found]
+    return [(gradient["weight"].double().numpy(), float(norms)) for gradient, norms in found]
 
 
 def noised(problem: Problem) -> tuple[torch.Tensor, float, list[float]]:
@@ -156,9 +156,9 @@ def noise_of_the_gradients_alone(patch):
     real = GradientWithNorms.with_norms
 
     def wrong(self, state, draws, limit):
-        gradient, _, overflow = real(self, state, draws, limit)
+        gradient, _ = real(self, state, draws, limit)
         exact = replace(self, update=replace(self.update, noise_multiplier=1e-9))
-        return gradient, real(exact, state, draws, limit)[1], overflow
+        return gradient, real(exact, state, draws, limit)[1]
 
     patch.setattr(GradientWithNorms, "with_norms", wrong)
 

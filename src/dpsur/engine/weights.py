@@ -506,7 +506,7 @@ class ModuleGradient(GradientSource):
     def event(self, state: State) -> SampledGaussian | NonPrivate:  # noqa: ARG002
         return self.update
 
-    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:  # noqa: ARG002
+    def gradient(self, state: State, draws: Draws) -> Params:  # noqa: ARG002
         watcher, sums = self.watcher, self.watcher.take()
         offsets, whole = None, None
         if watcher.sharding is None:
@@ -520,7 +520,7 @@ class ModuleGradient(GradientSource):
         total = ClippedSum(sums, watcher.max_grad_norm, offsets=offsets, whole=whole)
         noise = self.update.noise_multiplier if isinstance(self.update, SampledGaussian) else 0.0
         places = watcher.gradients.places()
-        return gaussian.noisy_mean(total, noise, self.expected, draws[NOISE], places), None
+        return gaussian.noisy_mean(total, noise, self.expected, draws[NOISE], places)
 
 
 @dataclass(frozen=True)
@@ -548,7 +548,7 @@ class ModuleUpdates:
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
         undo = self.weights.undo() if self.undoes else None
         try:
-            gradient, _ = self.source.gradient(state, draws)
+            gradient = self.source.gradient(state, draws)
             self.source.watcher.gradients.hand_over(gradient)
             if self.weights.rates is not None and self.schedule is not None:
                 self.weights.rates.set(float(self.schedule(position)))

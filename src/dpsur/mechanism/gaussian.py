@@ -29,6 +29,7 @@ SPARE_DEVIATIONS = 5.0
 # Where a batch may have one of several sizes, they are so many standard deviations from what is
 # expected.
 _DEVIATIONS = (-1.5, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+EXPECTED_LEVEL, LEVELS = _DEVIATIONS.index(0.0), len(_DEVIATIONS) + 1
 
 # What rounding a number to the grid moves two sums apart by, in standard deviations of the noise:
 # half a step each, and a little for the division that finds it.
@@ -48,15 +49,13 @@ class Batch:
     """Rows that were drawn, perhaps among rows that were not.
 
     `data` is what was drawn from and `rows` says which of it; None means all. `mask` tells the
-    drawn rows; None means all. `overflow` tells whether more were drawn than there is room for;
-    None means that there is room for any. Where there are several `ranks`, these are the rows of
-    this one, and `total` counts the rows of all. Gradients of at most `at_once` rows are computed
-    at the same time, None: of as many as memory allows.
+    drawn rows; None means all. Where there are several `ranks`, these are the rows of this one, and
+    `total` counts the rows of all. Gradients of at most `at_once` rows are computed at the same
+    time, None: of as many as memory allows.
     """
 
     data: Examples
     mask: Tensor | None = None
-    overflow: Tensor | None = None
     rows: Tensor | None = None
     ranks: Ranks = ALONE
     total: int | None = None
@@ -99,7 +98,7 @@ class Batch:
 Draw = Callable[[Examples, float, Stream], Batch]
 
 
-def _joins(size: int, rate: float, stream: Stream) -> Tensor:
+def poisson_mask(size: int, rate: float, stream: Stream) -> Tensor:
     """Who joins a sample: every record independently with probability `rate`.
 
     Draws are in double precision, so that the rate that happens is the rate that is accounted for
@@ -110,30 +109,48 @@ def _joins(size: int, rate: float, stream: Stream) -> Tensor:
 
 def poisson_sample(size: int, rate: float, stream: Stream) -> Tensor:
     """Rows of a Poisson sample. Their number is random and may be zero."""
-    return _joins(size, rate, stream).nonzero(as_tuple=True)[0]
+    return poisson_mask(size, rate, stream).nonzero(as_tuple=True)[0]
 
 
 def exact_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
+    return _batch(examples, rate, stream, ())
+
+
+def steady_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
+    """A Poisson sample for steps that are not captured: padded on CUDA, exact elsewhere.
+
+    Kernels there are chosen anew for every shape that has not been seen, which takes longer than
+    running them.
+    """
+    sizes: tuple[int, ...] = ()
+    if stream.device.type == "cuda":
+        on_host = isinstance(examples, HostExamples)
+        size = len(examples)
+        sizes = (padded_size(size, rate),) if on_host else padded_sizes(size, rate)
+    return _batch(examples, rate, stream, sizes)
+
+
+def _batch(examples: Examples, rate: float, stream: Stream, sizes: tuple[int, ...]) -> Batch:
+    """A sample, and of records that stay on the host the rows; those of the next step are begun."""
     following = stream.ahead()
-    rows = poisson_sample(len(examples), rate, stream)
-    return _fetched(_share(examples, rows, stream.ranks), rate, following)
-
-
-def _share(examples: Examples, rows: Tensor, ranks: Ranks) -> Batch:
-    """The batch of this rank, of the rows that all ranks have drawn alike."""
-    return Batch(examples, rows=ranks.own(rows), ranks=ranks, total=len(rows))
-
-
-def _fetched(batch: Batch, rate: float, ahead: Stream, *, padded: bool = False) -> Batch:
-    """Gather a batch of records that stay on the host, and start with the next one."""
-    data = batch.data
-    if not isinstance(data, HostExamples) or batch.rows is None:
+    batch = _sized(examples, poisson_mask(len(examples), rate, stream), sizes, stream.ranks)
+    if not isinstance(examples, HostExamples) or batch.rows is None:
         return batch
-    joins = _joins(len(data), rate, ahead)
-    following: Tensor | None = ahead.ranks.own(joins.nonzero()[:, 0])
-    if padded:
-        following = _padded(data, rate, joins, ahead.ranks).rows
-    return replace(batch, data=data.fetch(batch.rows, following, ahead.purpose), rows=None)
+    mask = poisson_mask(len(examples), rate, following)
+    ahead = _sized(examples, mask, sizes, following.ranks).rows
+    return replace(batch, data=examples.fetch(batch.rows, ahead, stream.purpose), rows=None)
+
+
+def _sized(examples: Examples, mask: Tensor, sizes: tuple[int, ...], ranks: Ranks) -> Batch:
+    """The share of this rank, padded to the least size that holds the sample, whole if none does.
+
+    All ranks have drawn the same sample.
+    """
+    count = int(mask.sum()) if sizes else 0
+    if not sizes or count > sizes[-1]:
+        rows = mask.nonzero()[:, 0]
+        return Batch(examples, rows=ranks.own(rows), ranks=ranks, total=len(rows))
+    return padded_to(examples, mask, sizes[level_for(sizes, count)], ranks)
 
 
 def padded_size(size: int, rate: float) -> int:
@@ -162,73 +179,28 @@ def level_for(sizes: tuple[int, ...], count: int) -> int:
     return next((level for level, size in enumerate(sizes) if size >= count), last)
 
 
-# The level of padding of `padded_batch`; None is the last. A captured trial has the one that this
-# says while it is captured.
-padding_level: ContextVar[int | None] = ContextVar("padding_level", default=None)
-
-
-# Makes the padded batch of records on the host, given how many rows it has: set while a captured
-# trial is made, which reads such batches from fixed memory (`mechanism/host_batches.py`).
-HostBatch = Callable[[HostExamples, float, Stream, int], Batch]
-host_batch: ContextVar[HostBatch | None] = ContextVar("host_batch", default=None)
+# Draws the padded batches of a trial while it is captured (`mechanism/captured_batches.py`).
+captured_batch: ContextVar[Draw | None] = ContextVar("captured_batch", default=None)
 
 
 def padded_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
     """The same sample from the same draws, in a shape that does not depend on them.
 
-    Nothing here waits for the device, so that a trial can be captured and replayed. Rows that were
-    not drawn are copies of one record and are masked out.
+    In a captured trial nothing waits for the device. Elsewhere a sample that is larger than its
+    padding is taken whole.
     """
-    level, from_host = padding_level.get(), host_batch.get()
-    if from_host is not None and isinstance(examples, HostExamples):
-        rows = _static_rows(len(examples), rate, stream.ranks, level)
-        batch = from_host(examples, rate, stream, rows)
-    else:
-        joins = _joins(len(examples), rate, stream)
-        batch = _padded(examples, rate, joins, stream.ranks, level)
-    if level is None:
-        return batch
-    most = math.ceil(MOST_AT_ONCE * rate * len(examples) / stream.ranks.size)
-    return replace(batch, at_once=math.ceil(len(batch) / math.ceil(len(batch) / most)))
+    captured = captured_batch.get()
+    if captured is not None:
+        return captured(examples, rate, stream)
+    mask = poisson_mask(len(examples), rate, stream)
+    return _sized(examples, mask, (padded_size(len(examples), rate),), stream.ranks)
 
 
-def _static_rows(size: int, rate: float, ranks: Ranks, level: int | None) -> int:
-    """How many rows a padded batch has, on all ranks together."""
-    room = padded_size(size, rate) if level is None else padded_sizes(size, rate)[level]
-    return math.ceil(room / ranks.size) * ranks.size  # every rank has as many
-
-
-def _padded(
-    examples: Examples, rate: float, joins: Tensor, ranks: Ranks, level: int | None = None
-) -> Batch:
-    size = len(examples)
-    room = _static_rows(size, rate, ranks, level)
-    found = torch.nonzero_static(joins, size=room, fill_value=-1)[:, 0]
-    overflow = joins.sum() > room if room < size else None
-    own = ranks.own(found)
-    return Batch(examples, own >= 0, overflow, own.clamp(min=0), ranks, room)
-
-
-def steady_batch(examples: Examples, rate: float, stream: Stream) -> Batch:
-    """A Poisson sample for steps that are not captured: padded on CUDA, exact elsewhere.
-
-    Kernels there are chosen anew for every shape that has not been seen, which takes longer than
-    running them. A sample that is larger than its padding is taken whole.
-    """
-    if stream.device.type != "cuda":
-        return exact_batch(examples, rate, stream)
-    following = stream.ahead()
-    joins = _joins(len(examples), rate, stream)
-    if isinstance(examples, HostExamples):  # whose next batch is fetched before it is drawn
-        batch = _padded(examples, rate, joins, stream.ranks)
-    else:
-        sizes = padded_sizes(len(examples), rate)
-        level = level_for(sizes, int(joins.sum()))
-        batch = _padded(examples, rate, joins, stream.ranks, level)
-    if batch.overflow is not None and bool(batch.overflow):
-        whole = _share(examples, joins.nonzero()[:, 0], stream.ranks)
-        return _fetched(whole, rate, following)
-    return _fetched(replace(batch, overflow=None), rate, following, padded=True)
+def padded_to(examples: Examples, mask: Tensor, room: int, ranks: Ranks) -> Batch:
+    """The rows of a sample among so many. The others are copies of one record, and masked out."""
+    room = math.ceil(room / ranks.size) * ranks.size  # every rank has as many
+    own = ranks.own(torch.nonzero_static(mask, size=room, fill_value=-1)[:, 0])
+    return Batch(examples, own >= 0, own.clamp(min=0), ranks, room)
 
 
 # Sees every sum before its noise, and says which one gets it (`audits/neighbour.py`).

@@ -23,11 +23,10 @@ from dpsur.mechanism.gaussian import (
     Batch,
     dp_mean_gradient,
     padded_batch,
-    padded_sizes,
     steady_batch,
 )
 from dpsur.mechanism.state import START, Candidate, OptimizerState, State
-from dpsur.mechanism.streams import BATCH, LAYERS, NOISE, Draws, Streams
+from dpsur.mechanism.streams import BATCH, LAYERS, NOISE, Draws
 from dpsur.per_example import draws_randomness
 from dpsur.privacy.events import NonPrivate, SampledGaussian, Step, Trial
 
@@ -204,8 +203,8 @@ class GradientSource:
         """What the last or the next update is charged as."""
         raise NotImplementedError
 
-    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
-        """A gradient, and whether a padded batch overflowed."""
+    def gradient(self, state: State, draws: Draws) -> Params:
+        """A gradient, drawn anew."""
         raise NotImplementedError
 
     def with_clip_norm(self, max_grad_norm: Tensor) -> Self:  # noqa: ARG002
@@ -231,10 +230,10 @@ class DpGradient(GradientSource):
     def event(self, state: State) -> SampledGaussian:  # noqa: ARG002
         return self.update
 
-    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
+    def gradient(self, state: State, draws: Draws) -> Params:
         batch = self.sampler.batch(self.update.sample_rate, draws)
         with self.sampler.layer_randomness(draws):
-            gradient = dp_mean_gradient(
+            return dp_mean_gradient(
                 self.sampler.problem,
                 state.params,
                 batch,
@@ -243,18 +242,9 @@ class DpGradient(GradientSource):
                 self.max_grad_norm,
                 draws[NOISE],
             )
-        return gradient, batch.overflow
 
     def with_clip_norm(self, max_grad_norm: Tensor) -> Self:
         return replace(self, max_grad_norm=max_grad_norm)
-
-    @property
-    def padded_batch_sizes(self) -> tuple[int, ...]:
-        return padded_sizes(len(self.sampler.problem.train), self.update.sample_rate)
-
-    def batch_sizes(self, streams: Streams, steps: range) -> list[int]:
-        size, rate = len(self.sampler.problem.train), self.update.sample_rate
-        return streams.counts_below(rate, size, BATCH, steps)
 
     def padded(self) -> Self | None:
         sampler = self.sampler.padded()
@@ -291,25 +281,25 @@ class GradientProposer:
         )
 
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
-        gradient, overflow = self.source.gradient(state, draws)
+        gradient = self.source.gradient(state, draws)
         params, optimizer = self.optimizer.step(
             state.params, gradient, state.optimizer, self.schedule(position)
         )
         updates = state.updates + 1
         average = update_average(self.average, state.average, params, updates)
         after = replace(state, params=params, optimizer=optimizer, updates=updates, average=average)
-        return Candidate(after, overflow)
+        return Candidate(after)
 
     def update_in_place(
         self, state: State, draws: Draws, position: Tensor, active: Tensor | None
-    ) -> Tensor | None:
+    ) -> None:
         """Take the same step, written into the state itself, with the same bits.
 
         For candidates that are always kept: there is no second copy of weights and buffers. Where
-        `active` is False the state stays as it is. Returns whether a padded batch overflowed.
-        Whoever calls this must not use the state if it fails: it may be half updated.
+        `active` is False the state stays as it is. Whoever calls this must not use the state if it
+        fails: it may be half updated.
         """
-        gradient, overflow = self.source.gradient(state, draws)
+        gradient = self.source.gradient(state, draws)
         rate, updates = self.schedule(position), state.updates + 1
         most = _AT_ONCE.get(state.updates.device.type, _AT_ONCE_ELSEWHERE)
         small = sum(value.numel() for value in gradient.values()) <= most
@@ -332,7 +322,6 @@ class GradientProposer:
                 _write(buffer[""], optimizer.buffers[name][""], active)
         _write(step, step + 1, active)
         _write(state.updates, updates, active)
-        return overflow
 
     def at_rate(self, schedule: Callable[[Tensor], Tensor], max_grad_norm: Tensor) -> Self:
         return replace(self, schedule=schedule, source=self.source.with_clip_norm(max_grad_norm))

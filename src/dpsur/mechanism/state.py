@@ -57,13 +57,11 @@ class Candidate:
     """A proposed next state.
 
     Attributes:
-        overflow: whether a padded batch was too small for its sample.
         test: what the gate has computed before the candidate was there.
         undo: puts the weights back, where the candidate was made by updating a module in place.
     """
 
     state: State
-    overflow: Tensor | None = None
     test: Any = None
     undo: Callable[[], None] | None = None
 
@@ -74,7 +72,6 @@ class Verdict:
 
     accept: Tensor
     private: Mapping[str, Tensor] = field(default_factory=dict)
-    overflow: Tensor | None = None
 
     def __repr__(self) -> str:
         return "Verdict(private)"

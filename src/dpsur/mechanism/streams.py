@@ -117,12 +117,14 @@ class Streams:
         """Whether the device itself draws, as a captured trial must."""
         return self.device.type != "cuda" or self.key.kernel("draw", self.device) is not None
 
-    def counts_below(self, bound: float, count: int, purpose: str, steps: range) -> list[int]:
-        """How many of the first so many uniform draws of each step are below a bound.
+    def counts_below(
+        self, bound: float, count: int, purpose: str, steps: range, offset: int = 0
+    ) -> list[int]:
+        """How many of so many uniform draws of each step are below a bound.
 
         For a purpose whose draws are the same on all ranks.
         """
-        address = (SHARED[purpose], 0, 0)
+        address = (SHARED[purpose], 0, offset)
         return count_below(self.key, steps, address, count, bound, self.device)
 
     def on(self, device: torch.device) -> "Streams":
@@ -483,13 +485,13 @@ def add_normal(
 def count_below(
     key: Key, steps: range, address: Address, count: int, bound: float, device: torch.device
 ) -> list[int]:
-    """How many of the first `count` uniform numbers are below a bound, in each of several steps.
+    """How many of `count` uniform numbers are below a bound, in each of several steps.
 
     On CUDA by one kernel, which writes none of the numbers to memory.
     """
-    purpose, rank, _ = address
+    purpose, rank, offset = address
     kernel = None
-    if device.type == "cuda" and 0 < count < 2**31:
+    if device.type == "cuda" and 0 < count < 2**31 and not offset:
         kernel = key.kernel("count_below", device)
     if kernel is None:
         found = [draw(key, step, address, count, device, normal=False) < bound for step in steps]

@@ -43,13 +43,7 @@ from dpsur.errors import InvalidInputError, NothingReleasedError
 from dpsur.functional.problem import Problem
 from dpsur.functional.tree import Params, elementwise, map_tensors, tensors_of
 from dpsur.mechanism.cuda_graphs import run_concurrently
-from dpsur.mechanism.gaussian import (
-    Batch,
-    Draw,
-    padded_batch,
-    padded_sizes,
-    steady_batch,
-)
+from dpsur.mechanism.gaussian import Batch, Draw, padded_batch, steady_batch
 from dpsur.mechanism.noise_table import DEVIATION
 from dpsur.mechanism.proposer import Adam, GradientProposer, Sgd
 from dpsur.mechanism.state import Candidate, Gate, Procedure, Proposer, State, Verdict
@@ -199,8 +193,7 @@ class LossTestGate:
             after = mean_loss(self.problem, new, batch)
         difference = after - before
         accept = self.decide(state, difference, draws)
-        private = {"loss": after, "loss_difference": difference}
-        return Verdict(accept, private, batch.overflow)
+        return Verdict(accept, {"loss": after, "loss_difference": difference})
 
     def decide(self, state: State, difference: Tensor, draws: Draws) -> Tensor:  # noqa: ARG002
         """What the rule says; a gate whose rule changes over a run reads the state as well."""
@@ -214,14 +207,6 @@ class LossTestGate:
 
     def padded(self) -> "LossTestGate":
         return replace(self, draw=padded_batch)
-
-    @property
-    def padded_batch_sizes(self) -> tuple[int, ...]:
-        return padded_sizes(len(self.problem.train), self.test.sample_rate)
-
-    def batch_sizes(self, streams: Streams, steps: range) -> list[int]:
-        size, rate = len(self.problem.train), self.test.sample_rate
-        return streams.counts_below(rate, size, VAL_BATCH, steps)
 
     def _fresh_batch(self, draws: Draws) -> Batch:
         return self.draw(self.problem.train, self.test.sample_rate, draws[VAL_BATCH])
@@ -278,10 +263,9 @@ class Selective:
     ) -> Verdict:
         """A candidate that is kept, written into the state itself."""
         assert isinstance(self.proposer, GradientProposer)
-        overflow = self.proposer.update_in_place(state, draws, position, active)
-        verdict = self.gate.judge(state, Candidate(state, overflow), draws)
-        accept = verdict.accept if active is None else verdict.accept & active
-        return replace(verdict, accept=accept, overflow=overflow)
+        self.proposer.update_in_place(state, draws, position, active)
+        verdict = self.gate.judge(state, Candidate(state), draws)
+        return verdict if active is None else replace(verdict, accept=verdict.accept & active)
 
     def padded(self) -> "Selective | None":
         """The same on padded batches, if the proposer can be padded.
@@ -327,9 +311,7 @@ def trial(
     if active is not None and rejected is not state:
         rejected = keep(active, rejected, state)
     after = keep(accept, candidate.state, rejected, out)  # lines 15 to 18
-    return after, replace(
-        verdict, accept=accept, overflow=either(candidate.overflow, verdict.overflow)
-    )
+    return after, replace(verdict, accept=accept)
 
 
 def take_step(
@@ -400,13 +382,6 @@ def keep(accept: Tensor, candidate: State, current: State, out: State | None = N
         return torch.where(accept, new, old, out=place)
 
     return map_tensors(choose, out, candidate, current, together=elementwise)
-
-
-def either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Whether one of two padded batches overflowed; None if neither can."""
-    if one is None or other is None:
-        return one if other is None else other
-    return one | other
 
 
 @dataclass(frozen=True, repr=False)

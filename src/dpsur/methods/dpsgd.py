@@ -171,10 +171,10 @@ class PlainGradient(GradientSource):
     def event(self, state: State) -> NonPrivate:  # noqa: ARG002
         return NonPrivate()
 
-    def gradient(self, state: State, draws: Draws) -> tuple[Params, Tensor | None]:
+    def gradient(self, state: State, draws: Draws) -> Params:
         batch = self.sampler.batch(self.sample_rate, draws)
         with self.sampler.layer_randomness(draws):
-            return _mean_gradient(self.sampler.problem, state.params, batch), batch.overflow
+            return _mean_gradient(self.sampler.problem, state.params, batch)
 
     def padded(self) -> Self | None:
         sampler = self.sampler.padded()

@@ -35,8 +35,8 @@ from dpsur.functional.process_settings import precision, repeatable
 from dpsur.functional.records import Examples, HostExamples, StreamedExamples, place
 from dpsur.functional.tree import flatten, tensors_of
 from dpsur.mechanism.blocks import released_metrics
+from dpsur.mechanism.captured_batches import capture_obstacle
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
-from dpsur.mechanism.host_batches import capture_obstacle
 from dpsur.mechanism.state import Procedure, Verdict
 from dpsur.mechanism.streams import Streams, prepare_kernels
 from dpsur.mechanism.trial import EagerLoop, Loop, Progress, check_completed, start

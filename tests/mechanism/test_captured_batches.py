@@ -17,15 +17,15 @@ from torch.utils.data import Dataset
 
 import dpsur
 from dpsur.config import Performance
-from dpsur.errors import InvalidInputError
+from dpsur.errors import InvalidInputError, NothingReleasedError
 from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples, HostExamples, place, stream
 from dpsur.functional.tree import flatten
-from dpsur.mechanism import cuda_graph_loop, host_batches
+from dpsur.mechanism import captured_batches, cuda_graph_loop
 from dpsur.mechanism import gaussian as sampling
+from dpsur.mechanism.captured_batches import CapturedBatches, capture_obstacle
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
-from dpsur.mechanism.gaussian import exact_batch, padded_batch
-from dpsur.mechanism.host_batches import HostBatches, capture_obstacle
+from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.streams import BATCH, VAL_BATCH, Streams
 from dpsur.mechanism.trial import Progress, make_trial, run_loop, start, train
 from dpsur.methods import Dpsgd, Dpsur
@@ -104,7 +104,7 @@ def test_captured_trials_on_host_records_are_those_on_device_records(
     procedure, _ = bound(METHODS[method], on_host(kind))
     loop = captured(procedure, plan, block)
     two = run_loop(loop, plan)
-    assert loop._captured._host_batches.in_use
+    assert loop._batches.read_from_host
     assert_same(one, two)
 
 
@@ -116,7 +116,7 @@ def test_a_batch_that_is_larger_than_its_padding_is_taken_whole(method, monkeypa
     procedure, _ = bound(METHODS[method], on_host("memory"))
     loop, again = captured(procedure, plan, 3), []
     exactly = loop._exactly
-    loop._exactly = lambda count: again.append(count) or exactly(count)
+    loop._exactly = lambda: again.append(1) or exactly()
     assert_same(one, run_loop(loop, plan))
     assert again
 
@@ -125,21 +125,18 @@ def test_a_batch_that_is_larger_than_its_padding_is_taken_whole(method, monkeypa
 def test_batches_have_the_bits_of_the_draws(offset):
     """Row by row, also where a purpose has drawn before in the same step."""
     records, host = blobs(), on_host("memory")
-    batches, streams = HostBatches(Streams(3, CPU)), Streams(3, CPU)
+    batches, streams = CapturedBatches(Streams(3, CPU), sized=False), Streams(3, CPU)
     for step in range(1, 9):
         batches.load(step, 8)
         for purpose, rate in ((BATCH, 0.1), (VAL_BATCH, 0.3)):
             ours, plain = streams.at(step)[purpose], streams.at(step)[purpose]
             for drawn in (ours, plain):
                 drawn.uniform(5 * offset)
-            token = sampling.host_batch.set(batches.batch)
-            batch = padded_batch(host, rate, ours)
-            sampling.host_batch.reset(token)
+            batch = batches.batch(host, rate, ours)
             wanted = exact_batch(records, rate, plain).examples
             found = batch.examples.select(batch.mask)
             assert torch.equal(found.inputs, wanted.inputs)
             assert torch.equal(found.targets, wanted.targets)
-            assert not batch.overflow
             left_out = batch.examples.select(~batch.mask)
             assert len(left_out)
             # valid for the model, and not what a larger batch has left there
@@ -147,20 +144,21 @@ def test_batches_have_the_bits_of_the_draws(offset):
             assert (left_out.targets == wanted.targets[0]).all()
             assert float(ours.uniform(1)) == float(plain.uniform(1))
     assert len(batches._feeds) == 2
+    assert not any(batches.cut)
 
 
 @pytest.mark.parametrize("method", ["dpsgd", "dpsur"])
 def test_rows_that_only_pad_count_for_nothing_whatever_they_hold(method, monkeypatch):
     exact, plan = bound(METHODS[method], blobs())
     one = train(exact, plan, Streams(0, CPU))
-    real = host_batches._Feed.batch
+    real = captured_batches._Feed.batch
 
     def spoiled(self, room):
-        batch = real(self, room)
+        batch, drawn = real(self, room)
         batch.data.inputs[~batch.mask] = torch.nan
-        return batch
+        return batch, drawn
 
-    monkeypatch.setattr(host_batches._Feed, "batch", spoiled)
+    monkeypatch.setattr(captured_batches._Feed, "batch", spoiled)
     procedure, _ = bound(METHODS[method], on_host("memory"))
     assert_same(one, run_loop(captured(procedure, plan, 5), plan))
 
@@ -189,10 +187,8 @@ def test_no_more_than_the_last_updates_are_read_for():
 
 def test_the_next_step_is_read_while_a_trial_is_made():
     examples, reader = streamed()
-    batches, streams = HostBatches(Streams(0, CPU)), Streams(0, CPU)
-    token = sampling.host_batch.set(batches.batch)
-    padded_batch(examples, 0.1, streams.at(1)[BATCH])
-    sampling.host_batch.reset(token)
+    batches, streams = CapturedBatches(Streams(0, CPU), sized=False), Streams(0, CPU)
+    batches.batch(examples, 0.1, streams.at(1)[BATCH])
     assert len(reader.sizes) == 1
     for step in (2, 3, 4):
         batches.load(step, 100)
@@ -253,7 +249,8 @@ def test_an_error_of_the_reader_ends_the_run(error, message):
     read = len(reader.sizes)
     examples.resolve()
     assert len(reader.sizes) == read == 5  # nothing more is tried
-    assert loop.progress.ledger.trials == 2  # one record was read for the shapes, then 1 to 4
+    with pytest.raises(NothingReleasedError, match="last checkpoint"):
+        loop.progress  # noqa: B018
 
 
 def test_an_interrupted_run_reads_no_more():
@@ -284,7 +281,7 @@ INTERRUPTED = """
 import sys
 from dpsur.mechanism.trial import run_loop
 from dpsur.runs.data import as_examples
-from tests.mechanism.test_host_batches import DPSGD, Zeros, bound, captured
+from tests.mechanism.test_captured_batches import DPSGD, Zeros, bound, captured
 procedure, plan = bound(DPSGD, as_examples(Zeros(), "train_set", workers=2))
 def interrupt(progress, verdicts):
     raise KeyboardInterrupt
@@ -443,7 +440,7 @@ def test_host_records_on_cuda(method, sized, tmp_path, monkeypatch):
     assert torch.equal(weights(runs[0]), weights(runs[-1]))  # the same bits every time
     for run, loop in zip(runs, loops, strict=True):
         assert isinstance(loop, CudaGraphLoop)
-        assert loop._captured._host_batches.in_use
+        assert loop._batches.read_from_host
         assert run.engine.not_captured is None
         assert run.private.ledger == device.private.ledger == eager.private.ledger
         torch.testing.assert_close(weights(run), weights(device), rtol=1e-3, atol=1e-4)
@@ -482,6 +479,6 @@ def test_overflow_on_cuda_with_host_records(monkeypatch):
 
 @pytest.mark.gpu
 def test_batches_without_room_on_the_gpu_are_not_captured(monkeypatch):
-    monkeypatch.setattr(host_batches, "_PART_FOR_BATCHES", 0.0)
+    monkeypatch.setattr(captured_batches, "_PART_FOR_BATCHES", 0.0)
     run = fit(ON_CUDA["dpsgd"], blobs(500), data_bytes=1)
     assert "of the free memory" in run.engine.not_captured
