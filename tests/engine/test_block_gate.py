@@ -22,7 +22,7 @@ from dpsur.engine import model_tests
 from dpsur.engine.model_tests import ModelTests
 from dpsur.engine.weights import ModuleUpdates, ModuleWeights
 from dpsur.errors import StepError
-from dpsur.mechanism import blocks, gaussian, rate_search
+from dpsur.mechanism import gaussian
 from dpsur.mechanism.blocks import RateSearchTraining
 from dpsur.mechanism.streams import Stream
 from dpsur.privacy.accountants import pld
@@ -192,13 +192,15 @@ def test_the_engine_makes_the_run_of_fit(case):
 def test_the_engine_decides_nothing_itself(monkeypatch):
     """With another rule it does something else."""
 
-    class Other(rate_search.RateSearch):
-        def after_test(self, memory, noisy, walk):
-            decision = super().after_test(memory, noisy, walk)
-            rate = torch.full_like(decision.memory["rate"], 0.25)
-            return rate_search.Decision({**decision.memory, "rate": rate})  # never restores
+    real = RateSearchTraining.after_test
 
-    monkeypatch.setattr(blocks, "RateSearch", Other)
+    def other(self, state, noisy):
+        after = real(self, state, noisy)
+        rate = torch.full_like(after.memory["rate"], 0.25)
+        return replace(after, memory={**after.memory, "rate": rate})
+
+    monkeypatch.setattr(RateSearchTraining, "after_test", other)
+    monkeypatch.setattr(ModuleUpdates, "restore", lambda self, state, *_: state)
     rates, counts = [], []
     made = make(gate={"schedule": "constant"}, optimizer=None)
 

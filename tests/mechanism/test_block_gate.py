@@ -25,8 +25,6 @@ from dpsur.mechanism.rate_search import (
     TOO_LOW,
     USEFUL,
     WEAK,
-    Displacement,
-    RateSearch,
     TriedRate,
     best_exponent,
     between,
@@ -131,7 +129,9 @@ def a_run_depends_on_the_records_through_noisy_sums_only():
         gate, plan = bound(problem_of(records), clip_norm="given")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gaussian, "add_noise", noise_alone)
-            patch.setattr(RateSearch, "standard_error", 1e-3)  # so that there is a head start
+            patch.setattr(
+                RateSearchTraining, "standard_error", 1e-3
+            )  # so that there is a head start
             ends.append(flatten(train(gate, plan, Streams(10, CPU)).state))
     for name, value in ends[0].items():
         assert torch.equal(value, ends[1][name]), name
@@ -196,7 +196,7 @@ def _exact_tests(gate, weights):
 
 def _value(gate, state, step):
     """What the test that is due releases."""
-    quantity = gate.search.quantity(state.memory)
+    quantity = gate.quantity(state)
     return noisy_sum(gate.tests, quantity, state, gate.plan.test, Streams(0, CPU).at(step))
 
 
@@ -311,7 +311,7 @@ def restored_blocks_not_charged(patch):
 
 
 def verdict_from_the_value_without_noise(patch):
-    real = RateSearchTraining._after_test
+    real = RateSearchTraining.after_test
 
     def wrong(self, state, noisy):
         if noisy.numel() == 2:
@@ -319,7 +319,7 @@ def verdict_from_the_value_without_noise(patch):
             noisy = block_tests.class_metrics(problem, state.params, problem.train).sum(0)
         return real(self, state, noisy)
 
-    patch.setattr(RateSearchTraining, "_after_test", wrong)
+    patch.setattr(RateSearchTraining, "after_test", wrong)
 
 
 def the_sum_clipped_instead_of_each_record(patch):
@@ -501,9 +501,9 @@ def test_a_weak_block_is_left_once_for_a_much_higher_rate():
 @pytest.mark.parametrize(("value", "used"), [(0.1, False), (0.9, True)])
 def test_a_rate_that_is_given_is_tried_last_and_used_only_if_it_is_better(value, used, monkeypatch):
     gate, plan = bound(clip_norm="given", learning_rate=2.0**-9, max_grad_norm=1.0, momentum=0.0)
-    monkeypatch.setattr(RateSearch, "standard_error", 1e-3)
+    monkeypatch.setattr(RateSearchTraining, "standard_error", 1e-3)
     scripted(monkeypatch, [0.0, 0.5, 0.3, 0.2, value, 0.7])
-    monkeypatch.setattr(RateSearch, "_noise_share", lambda *_: 0.0)
+    monkeypatch.setattr(RateSearchTraining, "_noise_share", lambda *_: 0.0)
     *_, exponents = (p.state.memory["exponents"].tolist() for p in steps_of(gate, plan))
     first = math.log2(24)
     assert exponents[:4] == pytest.approx([first, first - 1.5, first + 1.5, -9.0])
@@ -579,7 +579,7 @@ def scripted(patch, values):
     following = iter(values)
 
     def wrong(self, *_):
-        half = next(following) * self.search.tested / block_tests.METRICS_NORM / 2
+        half = next(following) * self.tested / block_tests.METRICS_NORM / 2
         return torch.tensor([half, -half], dtype=torch.float64)
 
     patch.setattr(RateSearchTraining, "_noisy", wrong)
@@ -610,7 +610,7 @@ def last_start(gate, plan):
 
 def test_the_last_block_starts_with_parts_of_the_ways_of_the_others(monkeypatch):
     gate, plan = bound(clip_norm="given", average_decay=0.9)
-    monkeypatch.setattr(RateSearch, "standard_error", 1e-3)
+    monkeypatch.setattr(RateSearchTraining, "standard_error", 1e-3)
     scripted(monkeypatch, [0.0, 0.3, 0.6, -0.9, 0.4, 0.7])  # the third rate is too high
     state, first = last_start(gate, plan)
     exponents, saved = state.memory["exponents"].tolist(), state.saved
@@ -631,9 +631,8 @@ def test_without_a_head_start_where_blocks_are_useless(infinite, monkeypatch):
     """Ways to weights that are no numbers are left out, and all ways if tests are too coarse."""
     gate, plan = bound(clip_norm="given")
     if infinite:
-        monkeypatch.setattr(RateSearch, "standard_error", 1e-3)
-        far = Displacement(math.nan, 51, 1.0, 20.0)
-        monkeypatch.setattr(RateSearchTraining, "_displacement", lambda *_: far)
+        monkeypatch.setattr(RateSearchTraining, "standard_error", 1e-3)
+        monkeypatch.setattr(GradientProposer, "squared_distance", lambda *_: (math.nan, 51))
     scripted(monkeypatch, [0.0, 0.3, 0.6, 0.2, 0.4, 0.7])
     state, first = last_start(gate, plan)
     assert torch.equal(state.params["0.weight"], first)
@@ -647,11 +646,7 @@ def test_the_last_rate_falls_with_its_length_where_noise_dominates(monkeypatch):
     for squares in (1e-12, 1e12):
         gate, plan = bound(clip_norm="given", updates=48)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                RateSearchTraining,
-                "_displacement",
-                lambda *_, s=squares: Displacement(s, 51, 1.0, 20.0),
-            )
+            patch.setattr(GradientProposer, "squared_distance", lambda *_, s=squares: (s, 51))
             scripted(patch, values)
             rates[squares] = float(last_start(gate, plan)[0].memory["rate"])
     assert rates[1e12] / rates[1e-12] == pytest.approx(16**0.75)
@@ -660,16 +655,14 @@ def test_the_last_rate_falls_with_its_length_where_noise_dominates(monkeypatch):
 def test_noise_with_momentum_has_the_share_of_a_simulated_walk():
     """The expected squared length of the noise's way, by simulation."""
     gate, _ = bound(clip_norm="given", momentum=0.9, block_updates=30)
-    memory = gate.search.after_test(
-        gate.search.initial_memory(), torch.tensor([30.0, 30.0]), lambda: None
-    ).memory
+    memory = gate.after_test(gate.initial_state(), torch.tensor([30.0, 30.0])).memory
     rate, draws = float(memory["rate"]), np.random.default_rng(0).normal(size=(30, 40_000))
     way, velocity = np.zeros(40_000), np.zeros(40_000)
     for made, noise in enumerate(draws):
         velocity = 0.9 * velocity + noise * 2.0 * gate.rule.max_grad_norm / 20
         way -= rate * (1 - made / 30) * velocity
-    walk = Displacement(51 * float(np.square(way).mean()) * 4, 51, 2.0, 20.0)
-    found = gate.search._noise_share(memory, 0, lambda: walk)
+    squares = 51 * float(np.square(way).mean()) * 4
+    found = gate._noise_share(memory, 0, SampledGaussian(20 / SIZE, 2.0), squares, 51)
     assert found == pytest.approx(1 / 4, rel=0.03)
 
 

@@ -23,7 +23,6 @@ from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws
 from dpsur.per_example import ClippedSum, clipped_norms
 from dpsur.per_example.evaluation import record_losses, record_outputs
 from dpsur.privacy.events import Gaussian, SampledGaussian
-from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import ACCURACY, BRIER
 
 # Bins of a noisy histogram: half octaves from 2^-24 to 2^24, what lies outside in the end bins.
@@ -135,22 +134,6 @@ class RecordTests:
         if not seen:  # a sum of nothing gets its shape from a record that does not count
             mask = torch.zeros(1, dtype=torch.bool, device=problem.device)
             yield problem.train.part(slice(1)), mask
-
-
-def _rate_of(plan: Plan) -> float:
-    return plan.test.sample_rate if isinstance(plan.test, SampledGaussian) else 1.0
-
-
-def tested_records(plan: Plan, records: int) -> float:
-    """The expected number of records that a test looks at."""
-    return _rate_of(plan) * records
-
-
-def standard_error(plan: Plan, records: int) -> float:
-    """Standard error of a test: its noise and, for a subsample, at most that of sampling."""
-    tested = tested_records(plan, records)
-    noise = plan.test.noise_multiplier / tested
-    return math.hypot(noise, math.sqrt((1 - _rate_of(plan)) / tested))
 
 
 # --- what a record adds to a test: a row of L2 norm at most 1, whatever the record is -------------
