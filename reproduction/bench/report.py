@@ -56,7 +56,7 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-COLUMNS, PNG_DPI = 4, 130
+COLUMNS, PNG_DPI = 2, 130
 # Colours that colour-blind readers can tell apart (Okabe and Ito); ours stand out.
 STYLES: Mapping[str, Mapping[str, Any]] = {
     "plain": {"color": "black", "marker": "o", "linestyle": "-"},
