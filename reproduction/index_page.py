@@ -17,7 +17,8 @@ GPU between four processes. *GPU minutes* are what the rows say they took, added
 hours of an NVIDIA H200 in all, without the attacks, whose rows do not say. Many were made by slower
 code, and with four processes the whole accuracy grid takes less
 ([measured](../reproduction.md#where-the-rows-were-made)). Data sets:
-`python -m reproduction data fetch all`, or `$DPSUR_DATA`. Beside these: [speed](speed.md) and
+`python -m reproduction data fetch all`, or `$DPSUR_DATA`. Beside these:
+[speed](speed.md), [several devices](scaling.md), [features](features.md), [Opacus](opacus.md) and
 [reliability](reliability.md)."""
 COLUMNS = (
     Column("experiment", "name"),

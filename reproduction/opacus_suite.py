@@ -28,7 +28,7 @@ from reproduction.rows import provenance, read_rows, write_rows
 
 ROOT = Path(__file__).parent.parent
 ROWS = ROOT / "results" / "opacus_suite.jsonl"
-PAGE = ROOT / "docs" / "from_opacus.md"
+PAGE = ROOT / "docs" / "tables" / "opacus.md"
 BLOCK = re.compile(r"(<!-- results/opacus_suite.jsonl -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 SUBSTITUTIONS = (
     (r"\bopacus\.tests\b", "opacus_suite"),

@@ -36,7 +36,14 @@ KINDS = {
     "DP-SGD": ("dpsgd-hf", "constant"),
     "DP-SGD, rate decaying": ("dpsgd-hf", "linear"),
 }
-NAMES = ("reproduction.md", "benchmarks.md", "tables/speed.md", "results.md", "api.md")
+NAMES = (
+    "reproduction.md",
+    "benchmarks.md",
+    "tables/speed.md",
+    "results.md",
+    "tables/features.md",
+    "api.md",
+)
 PAGES = tuple(ROOT / "docs" / name for name in NAMES)
 _BLOCK = re.compile(r"<!-- (\S.*?) -->\n(.*?)\n<!-- end -->", re.DOTALL)
 

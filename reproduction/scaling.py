@@ -3,7 +3,7 @@
     python -m reproduction.scaling --measure        1, 2 and 4 processes on this machine (gloo)
     python -m reproduction.scaling --privacy        noise as records and batches grow
     python -m reproduction.scaling --accuracy       what a network then reaches (a GPU, minutes)
-    python -m reproduction.scaling --write          the tables of docs/scaling.md, from the rows
+    python -m reproduction.scaling --write          docs/tables/scaling.md, from the rows
 
 Rows go to results/scaling.jsonl. The model is a sum of parts, each with a measured constant; what
 cannot be measured here (links between GPUs) is assumed and marked so.
@@ -43,7 +43,7 @@ from dpsur.privacy.calibrate import calibrate
 from reproduction.rows import ROOT, provenance, read_rows, write_rows
 from reproduction.tasks.mnist import load_fashion
 
-ROWS, PAGE = ROOT / "results" / "scaling.jsonl", ROOT / "docs" / "scaling.md"
+ROWS, PAGE = ROOT / "results" / "scaling.jsonl", ROOT / "docs" / "tables" / "scaling.md"
 BENCH_GPU = ROOT / "results" / "bench_gpu.jsonl"
 CPU = torch.device("cpu")
 RECORDS, BATCH_SIZE, TEST_SIZE, REPETITIONS = 60_000, 512, 256, 7

@@ -1,4 +1,4 @@
-"""What the features are worth: a table of docs/results.md, from the rows of a simulator of DP-SGD.
+"""What the features are worth: docs/tables/features.md, from the rows of a simulator of DP-SGD.
 
 The simulator trains linear heads on fixed features exactly as DP-SGD does (Poisson samples, clipped
 gradients, Gaussian noise of the calibrated multiplier), several at once on a GPU. Its rows are not

@@ -1,4 +1,4 @@
-"""The tables of docs/from_opacus.md say what the names, the programs and the row say.
+"""The tables of the pages on Opacus say what the names, the programs and the row say.
 
 python -m tests.opacus.test_page    # writes them
 """
@@ -16,7 +16,8 @@ from reproduction.rows import read_rows
 from tests.opacus import messages
 from tests.opacus import test_programs as programs
 
-PAGE = Path(__file__).parents[2] / "docs" / "from_opacus.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = (DOCS / "from_opacus.md", DOCS / "tables" / "opacus.md")
 
 
 def table_of_names() -> str:
@@ -88,7 +89,7 @@ def block(source: str) -> re.Pattern[str]:
 
 @pytest.mark.parametrize("source", TABLES)
 def test_a_table_is_that_of_its_source(source):
-    (found,) = block(source).findall(PAGE.read_text())
+    (found,) = block(source).findall("".join(page.read_text() for page in PAGES))
     assert found[1] == TABLES[source]()
 
 
@@ -138,8 +139,8 @@ def test_the_tests_of_opacus_have_the_outcomes_of_the_row(tmp_path):
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text()
-    for source, table in TABLES.items():
-        new = table()
-        text = block(source).sub(lambda found, new=new: found[1] + new + found[3], text)
-    PAGE.write_text(text)
+    for page in PAGES:
+        text = page.read_text()
+        for source, table in TABLES.items():
+            text = block(source).sub(lambda found, new=table: found[1] + new() + found[3], text)
+        page.write_text(text)

@@ -16,8 +16,6 @@ import dpsur
 from dpsur.errors import DpsurError
 
 FOLDER = Path(__file__).parent / "programs"
-PAGE = Path(__file__).parents[2] / "docs" / "from_opacus.md"
-BLOCK = re.compile(r"<!-- tests/opacus/programs -->\n(.*?)<!-- end -->", re.DOTALL)
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
 MARK = re.compile(r"( *)# (instead|added):(?: (.*))?")
 MOST = 3  # changed lines of a program that counts as running in the form of Opacus
