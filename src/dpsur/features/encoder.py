@@ -266,6 +266,9 @@ class AssetDigest(nn.Module):
         super().__init__()
         self.register_buffer("digest", torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8))
 
+    def __str__(self) -> str:
+        return bytes(self.get_buffer("digest").tolist()).hex()
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         stored, own = state_dict.get(f"{prefix}digest"), self.get_buffer("digest")
         if stored is not None and not torch.equal(stored.cpu(), own.cpu()):
