@@ -11,7 +11,7 @@ from dpsur.cli import main
 from dpsur.distributed import Ranks
 from dpsur.engine import model_tests
 from dpsur.engine.loader import PoissonSampler
-from dpsur.engine.setup import Units, units_of
+from dpsur.engine.procedure import Units, units_of
 from dpsur.errors import CheckpointError, InvalidInputError, StepError
 from dpsur.functional.persons import PersonRecords
 from dpsur.mechanism.streams import Stream, Streams

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpsur
 from dpsur.cli import main
-from dpsur.engine import setup
+from dpsur.engine import procedure
 from dpsur.errors import BudgetError, FileError, InvalidInputError
 from dpsur.privacy import data_ledger
 from dpsur.privacy.accounting import accounting_named
@@ -264,7 +264,7 @@ def test_an_engine_books_before_its_first_batch(tmp_path):
 
 
 def test_two_engines_on_one_data_set_are_warned_of_once(caplog, monkeypatch):
-    monkeypatch.setattr(setup, "_warned", [])
+    monkeypatch.setattr(procedure, "_warned", [])
     data = TensorDataset(torch.randn(60, 6), torch.arange(60) % 3)
     for _ in range(3):
         engine(data, steps=2)

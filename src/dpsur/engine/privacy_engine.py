@@ -21,8 +21,10 @@ from dpsur.engine.loader import (
     PrivateLoader,
     plain_loader,
 )
-from dpsur.engine.procedure import FIRST_CLIP_NORM, Mechanism, make_procedure
-from dpsur.engine.setup import (
+from dpsur.engine.procedure import (
+    FIRST_CLIP_NORM,
+    Mechanism,
+    make_procedure,
     parameters_to_train,
     planned_steps,
     refuse_options,
@@ -420,21 +422,17 @@ class PrivacyEngine(PrivateLoop):
             "optimizer": type(self._optimizer).__name__.removeprefix("Private"),
         }
         if isinstance(gate, LossGate | CoinGate):
-            settled = gate.resolve(self._units.size)
             names = ["val_batch_size", "accept_ratio"]
             if isinstance(gate, LossGate):
                 names = ["val_batch_size", "val_noise_multiplier", "accept_threshold", "loss_clip"]
+            settled = gate.resolve(self._units.size)
             found |= {name: getattr(settled, name) for name in names}
-        elif isinstance(gate, BlockGate):  # the search is not counted, as in `make_private`
-            found |= {
-                "steps": plan.blocks[-1],
-                "val_noise_multiplier": plan.test.noise_multiplier,
-            }
+        elif gate is not None:  # the search is not counted, as in `make_private`
+            found["steps"] = plan.blocks[-1]
+            found["val_noise_multiplier"] = plan.test.noise_multiplier
         elif metrics is not None:
-            found |= {
-                "metrics_noise_multiplier": plan.test.noise_multiplier,
-                "patience": metrics.patience,
-            }
+            found["metrics_noise_multiplier"] = plan.test.noise_multiplier
+            found["patience"] = metrics.patience
         return found
 
     def save(self, path: str | os.PathLike[str], *, trained_only: bool = False) -> Path:

@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, update_wrapper
 from typing import Any, Self, cast
@@ -34,7 +34,7 @@ from dpsur.engine.loader import (
     settings_of,
 )
 from dpsur.engine.loss_graph import REMEDY
-from dpsur.engine.setup import Units
+from dpsur.engine.procedure import Units
 from dpsur.engine.watch import NO_BATCH, Watcher
 from dpsur.engine.weights import ModuleWeights, trace_of
 from dpsur.errors import (
@@ -87,28 +87,21 @@ class PrivateStep:
     def __post_init__(self) -> None:
         function = self.function
         called = function.forward if isinstance(function, nn.Module) else function
-        fits = callable(called)
-        with suppress(ValueError):  # of what has no signature
-            try:
-                inspect.signature(called).bind_partial(None, None)
-            except TypeError:
-                fits = False
-        if not fits:
+        try:
+            inspect.signature(called).bind_partial(None, None)
+        except TypeError:
             raise InvalidInputError(
                 "private_step takes a function of (model, batch) and perhaps more, such as "
                 "lambda model, batch: cross_entropy(model(batch[0]), batch[1])"
-            )
+            ) from None
+        except ValueError:  # of what has no signature
+            pass
         update_wrapper(self, self.function)
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        figures = self.engine.clip_batch(self, batch, args, kwargs)
+        figures = self.accumulate(batch, *args, **kwargs)
         self.engine._optimizer.step()
         return figures
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The model that the function is called with; None before `make_private`."""
-        return getattr(self.engine, "_module", None)
 
     def accumulate(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """All of a step but the update, for a trainer that calls `optimizer.step()` itself."""
@@ -129,11 +122,11 @@ def means(parts: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Tensor]:
     """Means over records of what a function returned for some of them at a time."""
     if not parts:
         return {"loss": torch.tensor(torch.nan)}
-    names = [name for name in parts[0][1] if all(name in figures for _, figures in parts)]
     found = {"loss": torch.cat([losses for losses, _ in parts]).mean()}
-    for name in names:
-        values = [figures[name] for _, figures in parts]
-        if all(value.is_floating_point() and value[0].numel() == 1 for value in values):
+    for name in parts[0][1]:
+        values = [figures[name] for _, figures in parts if name in figures]
+        numbers = all(value.is_floating_point() and value[0].numel() == 1 for value in values)
+        if len(values) == len(parts) and numbers:
             found[name] = torch.cat([value.reshape(len(value)) for value in values]).mean()
     return found
 
@@ -217,10 +210,8 @@ class PrivateLoop:
         return -(-self._units.size // self._streams.ranks.size), self._units.rate
 
     def _batch_streams(self) -> Streams:
-        """Batches are drawn on the host."""
-        if self._streams.device.type == "cpu":
-            return self._streams
-        return self._streams.on(torch.device("cpu"))
+        on_host = self._streams.device.type == "cpu"
+        return self._streams if on_host else self._streams.on(torch.device("cpu"))
 
     def begin_epoch(self, length: int) -> Sequence[int]:
         """The numbers of the steps whose batches an iteration of the loader may yield."""
@@ -459,7 +450,7 @@ class PrivateLoop:
                     "optimizer, by which a record would act on later steps without noise; change "
                     "it in the loop, by public values"
                 )
-        if not groups_of(found):
+        if not parts:
             watcher.sums.add(1, {})
         watcher.gradients.mark(
             "the loop has put it there, and a private step makes the whole gradient; call "
@@ -474,10 +465,10 @@ class PrivateLoop:
     ) -> Iterator[tuple[Params, Tensor, dict[str, Tensor]]]:
         """Clipped sums of some records at a time, with their losses and other figures."""
         watcher, device = self._watcher, self._watcher.device
-        records = step._records
-        if records is None:
+        if step._records is None:
             models = self._module, *modules_of(step.function)
-            records = step._records = RecordFunction(models, watcher.trained)
+            step._records = RecordFunction(models, watcher.trained)
+        records = step._records
         if step._graphs is None and step.capture and device.type == captured.DEVICE:
             step._graphs = GradientGraphs(watcher, records, self._sample, step.function)
         function = partial(step.function, self._module)
@@ -492,10 +483,9 @@ class PrivateLoop:
                     "tensor, or leave it out"
                 )
             step._settings = settings
-            most = limit or rows
             split = limit if len(groups) == 1 else (limit or self._units.size)
-            for start in range(0, rows, most):
-                count = min(most, rows - start)
+            for start in range(0, rows, limit or rows):
+                count = min(limit or rows, rows - start)
                 some = slice(start, start + count)
                 part = map_tensors(lambda v: v[some], group, otherwise=keep)  # noqa: B023
                 if step._graphs is not None:
@@ -518,7 +508,7 @@ class PrivateLoop:
         with self._streams.ranks.ends_together():
             due = self._checked_batch()
             self.scheduler_due = False
-            if due is None:
+            if not due.last:
                 return
             try:
                 self._state, verdict = self._take_step()
@@ -556,8 +546,8 @@ class PrivateLoop:
             self._state = self._procedure.initial_state()
         return self._state
 
-    def _checked_batch(self) -> Microbatch | None:
-        """The batch that the step is for, used as it has to be; None if more of it follows."""
+    def _checked_batch(self) -> Microbatch:
+        """The batch that the step is for, used as it has to be if no more of it follows."""
         if os.getpid() != self._process:
             raise StepError(
                 "the engine was made in another process, from which this one was forked, so that "
@@ -570,10 +560,9 @@ class PrivateLoop:
                 "optimizer.step() was called without a new batch of the private loader; make one "
                 "step for every batch that the loader from make_private yields"
             )
-        seen = watcher.sums.rows
-        wanted = due.before + max(1, due.rows)
         if not due.last:
-            return None
+            return due
+        seen, wanted = watcher.sums.rows, due.before + max(1, due.rows)
         if not seen:
             raise StepError(
                 "optimizer.step() was called without a private backward pass: "

@@ -11,13 +11,13 @@ frees what it has saved.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import isfunction, signature
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from dpsur.engine.steps import PrivateLoop
 
 
-_T = TypeVar("_T")
 NO_BATCH = (
     "the model was called in training mode without a batch of the private loader; iterate over the "
     "loader that make_private returned, and evaluate with model.eval() or torch.no_grad()"
@@ -53,12 +52,12 @@ class WatchedCall:
 
     tape: Tape | None
     rows: int
+    given: list[Tensor]
     # the outputs themselves, and how many hooks they had when the model returned them
     returned: list[tuple[Tensor, int]] = field(default_factory=list)
     cut: set[tuple[Any, int]] = field(default_factory=set)  # where their graphs begin
     differentiated: bool = False
     clip: Clip | None = None  # of a captured call, instead of a tape
-    given: list[Tensor] = field(default_factory=list)
 
 
 class Watcher(TrainedModule):
@@ -110,7 +109,7 @@ class Watcher(TrainedModule):
         _wrap_backward()
 
     def __reduce__(self) -> Any:
-        return _inactive, ()
+        return object.__new__, (Watcher,)
 
     def detach(self) -> None:
         self._handle.remove()
@@ -207,7 +206,7 @@ class Watcher(TrainedModule):
             return getattr(self.module, name)(*inner_args, **inner_kwargs)
 
         alone = map_tensors(lambda value: value.unsqueeze(1), (args, kwargs), otherwise=keep)
-        made = WatchedCall(None, count, given=tensors_of(given))
+        made = WatchedCall(None, count, tensors_of(given))
         with self._sharded, self.paused():
             if self.graphs is not None and name == "forward" and not below:
                 replay = self.graphs.run(call, alone, count, self._owner._loader.poisson.most)
@@ -284,16 +283,12 @@ class Watcher(TrainedModule):
 
     def reached(self, loss: Tensor) -> list[WatchedCall]:
         """The watched calls that a loss depends on; those that feed others come after them."""
-        if loss.grad_fn is None:
-            return []
-        calls = {key: call for call in self.calls for key in call.cut}
-        found: list[WatchedCall] = []
-        ahead = [[loss]] if calls else []
+        cut, found = _cut(self.calls), list[WatchedCall]()
+        ahead = [[loss]] if cut else []
         while ahead:
-            for call in _under(ahead.pop(), calls):
-                if call not in found:
-                    found.append(call)
-                    ahead.append(call.given)
+            new = [call for call in _under(ahead.pop(), cut) if call not in found]
+            found += new
+            ahead += [call.given for call in new]
         return found
 
     def before_backward(self, calls: list[WatchedCall], loss: Tensor) -> Any:
@@ -315,7 +310,7 @@ class Watcher(TrainedModule):
                 "an output of the model has a hook, by which a record's gradient may depend on "
                 "others; remove register_hook, or change gradients inside of the model"
             )
-        cut = {key: one for one in calls for key in one.cut}
+        cut = _cut(calls)
         fed = [value for one in calls for value in one.given if _under([value], cut)]
         total, factors = check_loss_graph(loss, cut, call.rows, self._names, fed)
         self._check_calls(calls, cut, loss)
@@ -449,17 +444,17 @@ def _methods(module: nn.Module) -> list[str]:
     ]
 
 
-def _under(tensors: list[Tensor], calls: Mapping[tuple[Any, int], _T]) -> list[_T]:
+def _cut(calls: list[WatchedCall]) -> dict[tuple[Any, int], WatchedCall]:
+    return {end: call for call in calls for end in call.cut}
+
+
+def _under(tensors: list[Tensor], cut: Cut) -> list[WatchedCall]:
     """What graphs of tensors come to first, of outputs of calls."""
-    return list(dict.fromkeys(calls[one] for one in below(tensors, calls) if one in calls))
+    return list(dict.fromkeys(cut[one] for one in below(tensors, cut) if one in cut))
 
 
 def _hooks(value: Tensor) -> int:
     return len(value._backward_hooks or ())
-
-
-def _inactive() -> Watcher:
-    return object.__new__(Watcher)
 
 
 def _row_count(inputs: Arguments) -> int:
@@ -515,10 +510,8 @@ def _wrap_backward() -> None:
         if len(found) > 1:
             raise StepError("several losses in one backward pass; add them up first")
         watcher, loss, calls = found[0]
-        if grad_tensors is not None and any(
-            one is not None
-            for one in ([grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors)
-        ):
+        given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors or []
+        if any(one is not None for one in given):
             raise StepError("backward(gradient=...) is not supported; reduce the loss to a number")
         if create_graph:
             raise StepError("create_graph=True is not supported in a private backward pass")

@@ -492,16 +492,29 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class ModuleGradient(GradientSource):
-    """The noisy sum of what backward passes have clipped, over the expected batch size.
+class ModuleUpdates(GradientSource):
+    """A candidate is one step of the optimizer, made in place.
 
-    Formal guarantee of one gradient: the sampled Gaussian mechanism `update`, if the loader has
-    drawn the batch of this step.
+    Its gradient is the noisy sum of what backward passes have clipped, over the expected batch
+    size. Formal guarantee of one gradient: the sampled Gaussian mechanism `update`, if the loader
+    has drawn the batch of this step.
+
+    Attributes:
+        expected: the size of a batch.
+        undoes: whether a candidate may be rejected, so that what was there before is kept.
+        schedule: the learning rate by position, where that is not up to the loop.
     """
 
+    weights: ModuleWeights
     watcher: TrainedModule
     update: SampledGaussian | NonPrivate
-    expected: float  # size of a batch
+    expected: float
+    undoes: bool = False
+    schedule: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def source(self) -> Self:
+        return self
 
     def event(self, state: State) -> SampledGaussian | NonPrivate:  # noqa: ARG002
         return self.update
@@ -522,23 +535,8 @@ class ModuleGradient(GradientSource):
         places = watcher.gradients.places()
         return gaussian.noisy_mean(total, noise, self.expected, draws[NOISE], places)
 
-
-@dataclass(frozen=True)
-class ModuleUpdates:
-    """A candidate is one step of the optimizer, made in place.
-
-    Attributes:
-        undoes: whether a candidate may be rejected, so that what was there before is kept.
-        schedule: the learning rate by position, where that is not up to the loop.
-    """
-
-    weights: ModuleWeights
-    source: ModuleGradient
-    undoes: bool = False
-    schedule: Callable[[Tensor], Tensor] | None = None
-
-    def step(self, state: State) -> Step:
-        return Trial(self.source.event(state))
+    def step(self, state: State) -> Step:  # noqa: ARG002
+        return Trial(self.update)
 
     def initial_state(self) -> State:
         """Counts. They are on the host, where verdicts go."""
@@ -548,8 +546,7 @@ class ModuleUpdates:
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
         undo = self.weights.undo() if self.undoes else None
         try:
-            gradient = self.source.gradient(state, draws)
-            self.source.watcher.gradients.hand_over(gradient)
+            self.watcher.gradients.hand_over(self.gradient(state, draws))
             if self.weights.rates is not None and self.schedule is not None:
                 self.weights.rates.set(float(self.schedule(position)))
             cast(PrivateOptimizer, self.weights.optimizer).plain_step()
@@ -561,7 +558,7 @@ class ModuleUpdates:
 
     def at_rate(self, schedule: Callable[[Tensor], Tensor], max_grad_norm: Tensor) -> Self:
         """The same with another learning rate; the norm is that of the backward pass."""
-        assert float(max_grad_norm) == self.source.watcher.max_grad_norm
+        assert float(max_grad_norm) == self.watcher.max_grad_norm
         return replace(self, schedule=schedule)
 
     def reserve(self, state: State, names: Sequence[str]) -> State:  # noqa: ARG002
@@ -602,12 +599,8 @@ class ModuleUpdates:
         ]
         return float(torch.stack(whole).sum()), sum(value.numel() for value in trained.values())
 
-    def padded(self) -> None:
-        """Batches are those of the loader."""
-        return
-
     def _trained(self) -> Params:
-        return {f"parameter {n}": value for n, value in self.source.watcher.trained.items()}
+        return {f"parameter {n}": value for n, value in self.watcher.trained.items()}
 
 
 def trace_of(optimizer: Optimizer) -> list[tuple[object, ...]]:
