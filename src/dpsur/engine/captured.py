@@ -436,26 +436,22 @@ class Surroundings:
 
     def __init__(self, owner: Any, models: Sequence[nn.Module]) -> None:
         # name for logs, how to look it up again, what it was
-        self._numbers: list[tuple[str, Callable[[], Any], Any]] = []
-        self._objects: list[tuple[str, Callable[[], Any], Any]] = []
+        self._read: list[tuple[str, Callable[[], Any], Any]] = []
         self._generators: list[Any] = []  # that the function may draw from, on the host
         for name, look_up in _readings(owner, models):
             self._add(name, look_up)
 
     def _add(self, name: str, look_up: Callable[[], Any], *, inside: bool = False) -> None:
         value = look_up()
-        if value is None or isinstance(value, (bool, int, float, str)):
-            self._numbers.append((name, look_up, value))
-            return
-        self._objects.append((name, look_up, value))
+        self._read.append((name, look_up, value))
         if isinstance(value, Tensor):
-            self._numbers.append((name, value.data_ptr, value.data_ptr()))
+            self._read.append((name, value.data_ptr, value.data_ptr()))
             if value.device.type == "cpu" and value.numel() == 1:  # which a graph would keep
-                self._numbers.append((name, value.item, value.item()))
+                self._read.append((name, value.item, value.item()))
         elif isinstance(value, (random.Random, np.random.Generator, torch.Generator)):
             self._generators.append(value)
         elif not inside and isinstance(value, (dict, list, tuple)) and len(value) <= MOST_ITEMS:
-            self._numbers.append((name, value.__len__, len(value)))
+            self._read.append((name, value.__len__, len(value)))
             get = value.get if isinstance(value, dict) else value.__getitem__
             for key in list(value) if isinstance(value, dict) else range(len(value)):
                 # under the name of the whole: keys of a dictionary may be data
@@ -477,11 +473,12 @@ class Surroundings:
 
     def changed(self) -> str | None:
         """The first that is not as it was, and where it was; None if all is."""
-        for name, look_up, value in self._numbers:
+        for name, look_up, value in self._read:
             now = look_up()  # anything may stand there by now
-            if now is not value and (type(now) is not type(value) or now != value):
+            plain = isinstance(value, (bool, int, float, str)) and type(now) is type(value)
+            if now is not value and not (plain and now == value):
                 return name
-        return next((name for name, get, value in self._objects if get() is not value), None)
+        return None
 
 
 def _content(cell: Any) -> Any:

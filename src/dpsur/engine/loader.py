@@ -32,12 +32,12 @@ from torch.utils.data import (
 
 from dpsur import checks
 from dpsur.errors import Fixed, InvalidInputError, OpaqueBatchError, StepError
-from dpsur.functional.persons import PersonRecords
 from dpsur.functional.tree import contexts_of, keep, map_tensors, row_count, tensors_of
 from dpsur.mechanism.gaussian import poisson_sample
 from dpsur.mechanism.streams import BATCH, VAL_BATCH, Stream, Streams
 
 if TYPE_CHECKING:
+    from dpsur.engine.procedure import Units
     from dpsur.engine.steps import PrivateLoop
 
 
@@ -324,22 +324,15 @@ class PoissonSampler(Sampler[list[Any]]):
     Every record joins every batch independently with probability `sample_rate`. The number of a
     batch is part of the address of its random numbers, so a batch that was drawn ahead and not used
     is drawn again, not replaced by another. Of several ranks each yields its share of the batch,
-    perhaps nothing. With `persons` it is they who join, each with a tuple of records; `by_record`
-    at most k records of each of them join one by one, and `size` counts these.
+    perhaps nothing. Where persons are drawn it is they who join, each with a tuple of records;
+    where their records are drawn, at most k of each of them join one by one, and `size` counts
+    these.
     """
 
-    def __init__(
-        self,
-        size: int,
-        sample_rate: float,
-        streams: Callable[[], Streams],
-        persons: PersonRecords | None = None,
-        *,
-        by_record: bool = False,
-    ) -> None:
-        self.size, self._sample_rate, self.streams = size, sample_rate, streams
-        self.expected = max(1, math.ceil(sample_rate * size))
-        self.persons, self.by_person = persons, persons is not None and not by_record
+    def __init__(self, units: "Units", streams: Callable[[], Streams]) -> None:
+        self.size, self._sample_rate, self.streams = units.held, units.rate, streams
+        self.expected = max(1, math.ceil(units.rate * units.held))
+        self.persons, self.by_person = units.persons, units.by_person
         self.steps: Sequence[int] = ()
         self.most: int | None = None
         self.planned: deque[Microbatch] = deque()

@@ -245,8 +245,7 @@ class PrivacyEngine(PrivateLoop):
         self._records = len(cast(Sized, data_loader.dataset))
         self._update = mechanism.update(noise_multiplier) if noise_multiplier else NonPrivate()
         device = next(iter(trained.values())).device
-        by_person = units.persons is not None and not units.by_record
-        if by_person and is_sharded(module):
+        if units.by_person and is_sharded(module):
             raise InvalidInputError(
                 "groups cannot be combined with a model that fully_shard has sharded: each person "
                 "adds one gradient, clipped as a whole, which only a private step on an unsharded "
@@ -271,12 +270,10 @@ class PrivacyEngine(PrivateLoop):
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
         clip_norm = FIRST_CLIP_NORM if max_grad_norm is None else max_grad_norm
         self._watcher = Watcher(module, trained, clip_norm, loss_reduction, self, sharding)
-        sampler = PoissonSampler(
-            *(units.held, units.rate, self._batch_streams, units.persons), by_record=units.by_record
-        )
+        sampler = PoissonSampler(units, self._batch_streams)
         if max_physical_batch_size is not None:
             checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
-            each = units.persons.records_each if units.persons and by_person else 1
+            each = units.persons.records_each if units.persons and units.by_person else 1
             sampler.most = max(1, max_physical_batch_size // each)
         if sharding is None:
             self._watcher.graphs = CallGraphs(self._watcher, self._watcher.records, self._sample)

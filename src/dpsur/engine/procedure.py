@@ -190,6 +190,10 @@ class Units:
         return 1 / self.length
 
     @property
+    def by_person(self) -> bool:
+        return self.persons is not None and not self.by_record
+
+    @property
     def joining(self) -> int:
         """How many that belong to one unit of privacy may join a batch, each by itself."""
         return self.persons.records_each if self.persons and self.by_record else 1
