@@ -121,7 +121,7 @@ class _Graphs:
         # Not the last, which holds any sample: where batches are small it is twice as large, and
         # one in a thousand needs it.
         self._sizes = tuple(sorted(set(padded_sizes(*sample)[:-1])))
-        self._replayed = 0
+        self._steps = 0
         self._seen: set[object] = set()
         self._graphs: dict[object, _Graph] = {}
         self._changes = 0
@@ -142,7 +142,7 @@ class _Graphs:
             return None
         if most is None:  # a whole sample
             sizes = self._sizes
-            if self._replayed < COARSE_STEPS:
+            if self._steps < COARSE_STEPS:
                 sizes = sizes[::-COARSE][::-1]  # the last among them
             room = sizes[level_for(sizes, count)]
         else:
@@ -167,20 +167,21 @@ class _Graphs:
             return None
         return room, (room, kind)
 
-    def _ready(
+    def _replayed(
         self,
         kind: str,
         batch: Any,
         count: int,
         most: int | None,
         arguments: Any,
-        capture: Callable[[int], _Graph | None],
+        functions: Callable[[_Graph], list[Callable[[], None]]],
     ) -> _Graph | None:
-        """A graph for a batch, captured now if need be, before its first replay."""
+        """A graph that has run its first function on a batch, captured now if need be."""
         found = self._find(batch, count, most, arguments)
         if found is None:
             return None
         room, key = found
+        values = [value for value in leaves_of(arguments) if _is_input(value)]
         graph = self._graphs.get(key)
         changed = None if graph is None else graph.surroundings.changed()
         if changed is not None:
@@ -194,16 +195,26 @@ class _Graphs:
         if graph is None and self.why_not is None and self._records.in_level(kind, batch):
             if len(self._graphs) >= MOST_GRAPHS:  # the oldest makes room
                 del self._graphs[next(iter(self._graphs))]
-            graph = capture(room)
+            graph = self._captured(room, batch, values, functions)
             if graph is not None:
                 self._graphs[key] = graph
         if graph is not None:
-            self._replayed += 1
+            self._steps += 1
             self._begin(self._module.sums)
+            graph.load(batch, count, values)
+            self._module.sums.replaying = kind == "gradients"
+            with self._module.randomness():
+                graph.replays[0]()
         return graph
 
-    def _places(self, room: int, batch: Any, arguments: Sequence[Any] = ()) -> _Graph:
-        """Memory for what a graph reads, with a batch in it of which no record counts."""
+    def _captured(
+        self,
+        room: int,
+        batch: Any,
+        values: Sequence[Any],
+        functions: Callable[[_Graph], list[Callable[[], None]]],
+    ) -> _Graph | None:
+        """A graph with replays of functions; None where they cannot be captured."""
         given = tensors_of(batch)
         device = given[0].device
         if self.totals and next(iter(self.totals.values())).device != device:
@@ -220,23 +231,21 @@ class _Graphs:
                 value.detach().to(device, copy=True)
                 if isinstance(value, Tensor)
                 else torch.full((), value, dtype=torch.float32, device=device)
-                for value in arguments
+                for value in values
             ],
         )
-        graph.load(batch, len(given[0]), arguments)
+        graph.load(batch, len(given[0]), values)
         graph.count.zero_()  # so that what is computed to capture it adds zero
-        return graph
-
-    def _capture(self, graph: _Graph, *functions: Callable[[], None]) -> _Graph | None:
-        """A graph with replays of functions; None where they cannot be captured."""
-        device = graph.rows.device
         if self._pool is None and device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
         try:
             with seeded_globally(0, device):  # the draws of the step are those of its replay
                 before = graph.surroundings.draws()
                 graph.replays = capture_graphs(
-                    functions, device, pool=self._pool, warm_up=1, try_out=not self._graphs
+                    *(functions(graph), device),
+                    pool=self._pool,
+                    warm_up=1,
+                    try_out=not self._graphs,
                 )
                 if graph.surroundings.draws() != before:
                     self._give_up("the function draws random numbers on the host")
@@ -282,10 +291,8 @@ class GradientGraphs(_Graphs):
         kwargs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
         """Losses and other figures of the records of a batch. Private."""
-        values = [value for value in leaves_of((args, kwargs)) if _is_input(value)]
 
-        def capture(room: int) -> _Graph | None:
-            graph = self._places(room, batch, values)
+        def functions(graph: _Graph) -> list[Callable[[], None]]:
             inner, following = with_tensors(batch, graph.batch), iter(graph.arguments)
             inner_args, inner_kwargs = map_tensors(
                 lambda _: next(following),
@@ -295,19 +302,15 @@ class GradientGraphs(_Graphs):
 
             def gradients() -> None:
                 tape, *graph.found = self._records.tape(
-                    lambda one: function(one, *inner_args, **inner_kwargs), inner, room
+                    lambda one: function(one, *inner_args, **inner_kwargs), inner, len(graph.rows)
                 )
                 self._module.clip(tape, keep=graph.keep, totals=self.totals)
 
-            return self._capture(graph, gradients)
+            return [gradients]
 
-        graph = self._ready("gradients", batch, count, most, (args, kwargs), capture)
+        graph = self._replayed("gradients", batch, count, most, (args, kwargs), functions)
         if graph is None:
             return None
-        graph.load(batch, count, values)
-        self._module.sums.replaying = True
-        with self._module.randomness():
-            graph.replays[0]()
         losses, figures = graph.found
         figures = {name: value[:count].clone() for name, value in figures.items()}
         return losses[:count].clone(), figures
@@ -335,15 +338,11 @@ class CallGraphs(_Graphs):
         sums = self._module.sums
         if not torch.is_grad_enabled() or self._forward_in is sums:
             return None
-        graph = self._ready(
-            "outputs", batch, count, most, None, lambda room: self._captured(function, batch, room)
-        )
+        functions = partial(self._functions, function, batch)
+        graph = self._replayed("outputs", batch, count, most, None, functions)
         if graph is None:
             return None
         self._forward_in = sums
-        graph.load(batch, count)
-        with self._module.randomness():
-            graph.replays[0]()
         outputs = _Replayed.apply(graph, count, graph.scale.new_zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
 
         def clip(scale: float | Tensor, keep: Tensor | None) -> None:
@@ -360,9 +359,10 @@ class CallGraphs(_Graphs):
 
         return with_tensors(graph.found, outputs), clip
 
-    def _captured(self, function: Callable[[Any], Any], batch: Any, room: int) -> _Graph | None:
-        graph = self._places(room, batch)
-        inner = with_tensors(batch, graph.batch)
+    def _functions(
+        self, function: Callable[[Any], Any], batch: Any, graph: _Graph
+    ) -> list[Callable[[], None]]:
+        inner, room = with_tensors(batch, graph.batch), len(graph.rows)
 
         def forward() -> None:
             graph.found = None  # with its graph, before another is made
@@ -391,7 +391,7 @@ class CallGraphs(_Graphs):
             graph.tape = None
             graph.found = map_tensors(Tensor.detach, graph.found, otherwise=keep)
 
-        return self._capture(graph, forward, backward)
+        return [forward, backward]
 
 
 class _Replayed(torch.autograd.Function):

@@ -176,7 +176,7 @@ def _is_row(values: Tensor, row: int, rows: int, alone: Tensor) -> bool:
     return any(torch.equal(found[part].nan_to_num(), own.nan_to_num()) for part in (first, last))
 
 
-def padding_of(collate: Any) -> dict[str, float] | None:
+def _padding_of(collate: Any) -> dict[str, float] | None:
     """The values that a collator of Hugging Face pads with; None for any other function."""
     tokenizer = getattr(collate, "tokenizer", None)
     padding = getattr(tokenizer, "pad_token_id", None)
@@ -225,11 +225,6 @@ class Microbatch:
     before: int  # records in the microbatches before this one
     last: bool
     records: tuple[Any, ...] = ()  # their numbers in the data set
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing in it, so that a record of zeros stands in."""
-        return not self.rows
 
 
 def check_loader(loader: Any) -> None:
@@ -385,7 +380,7 @@ class Collate:
         self, collate: Callable[[list[Any]], Any], dataset: Any, *, persons: bool = False
     ) -> None:
         self.collate, self.dataset, self.persons = collate, dataset, persons
-        self.alone, self.pad = False, padding_of(collate)
+        self.alone, self.pad = False, _padding_of(collate)
 
     def __call__(self, records: list[Any]) -> Any:
         if isinstance(records, JoinedRows):

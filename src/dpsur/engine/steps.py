@@ -319,7 +319,7 @@ class PrivateLoop:
         """Called before each watched forward pass: a private batch has to be there."""
         if self.due is None:
             raise StepError(NO_BATCH)
-        if self.due.empty:
+        if not self.due.rows:  # a record of zeros stands in
             return torch.zeros(rows, dtype=torch.bool, device=self._watcher.device)
         return None
 
@@ -573,7 +573,7 @@ class PrivateLoop:
                     + REMEDY
                 )
             )
-        if seen != wanted and not due.empty:
+        if seen != wanted and due.rows:
             raise StepError(
                 "backward passes went through another number of records than the private batch "
                 "has; use each record of the batch exactly once, and no others (of several calls, "
