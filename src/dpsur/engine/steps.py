@@ -103,6 +103,11 @@ class PrivateStep:
         self.engine._optimizer.step()
         return figures
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The model, for `dpsur.check`; None before `make_private`."""
+        return getattr(self.engine, "_module", None)
+
     def accumulate(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """All of a step but the update, for a trainer that calls `optimizer.step()` itself."""
         return self.engine.clip_batch(self, batch, args, kwargs)
