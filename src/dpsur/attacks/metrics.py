@@ -64,10 +64,6 @@ class Scores:
         """
         return Scores.halved(_means(self.members, members), _means(self.others, others))
 
-    @staticmethod
-    def apart(scores: Array, is_member: Flags) -> "Scores":
-        return Scores.halved(scores[is_member], scores[~is_member])
-
 
 def _means(scores: Array, persons: Array) -> Array:
     if len(scores) != len(persons):

@@ -451,9 +451,9 @@ def _by_shadows(
     for online, name in ((True, "rmia-online"), (False, "rmia-offline")):
         ratio = relative_likelihood(own, theirs, torch.from_numpy(shadows.member), online=online)
         found[name] = rmia_scores(ratio[: len(candidates)], ratio[len(candidates) :])
-    is_member = np.arange(len(candidates)) < len(members)
     scores = {
-        name: Scores.apart(values[: len(candidates)], is_member) for name, values in found.items()
+        name: Scores.halved(values[: len(members)], values[len(members) : len(candidates)])
+        for name, values in found.items()
     }
     # a likelihood ratio has a natural threshold; the others guess the upper half
     scores["lira-online"] = replace(scores["lira-online"], threshold=0.0)

@@ -76,8 +76,14 @@ def _schema(options: argparse.Namespace) -> int:
             )
     if options.schema_epsilon is None:
         found = template(names, targets)
+        said = f"fill in the kinds, ranges and values of {len(names)} columns"
     else:
         found = learn_schema(path, targets, options.schema_epsilon, options.delta).to_json()
+        said = (
+            f"learned {len(found['columns']) + len(found['target'])} of {len(names)} columns, "
+            f"which costs epsilon {options.schema_epsilon:g} if it is alone; runs with this schema "
+            "are charged for it"
+        )
     text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
     if options.out is None:
         print(text, end="")
@@ -89,14 +95,7 @@ def _schema(options: argparse.Namespace) -> int:
         raise InvalidInputError(f"{options.out} exists; choose another file") from None
     except OSError as error:
         raise FileError(describe_os_error(error)) from error
-    if options.schema_epsilon is None:
-        print(f"{options.out}: fill in the kinds, ranges and values of {len(names)} columns")
-    else:
-        used = len(found["columns"]) + len(found["target"])
-        print(
-            f"{options.out}: learned {used} of {len(names)} columns, which costs epsilon "
-            f"{options.schema_epsilon:g} if it is alone; runs with this schema are charged for it"
-        )
+    print(f"{options.out}: {said}")
     return 0
 
 

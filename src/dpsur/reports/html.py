@@ -720,8 +720,8 @@ class LivePage:
 
     def __init__(self, path: Path, name: str) -> None:
         self._path, self._name = path, name
-        self._plan: Plan | None = None
-        self._passed = 0
+        self._plan: Plan  # once the run has started
+        self._passed = -1
         self._due = 0.0
         self._spent = self._scores = self._paid = ""
         self._evaluated: list[tuple[float, float]] = []
@@ -730,7 +730,7 @@ class LivePage:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._plan is not None:
+        if self._passed >= 0:
             self._write("stopped before its end" if kind else "finished")
 
     def started(self, plan: Plan, progress: Progress) -> None:
@@ -739,7 +739,6 @@ class LivePage:
 
     def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
         del verdicts
-        assert self._plan is not None
         self._passed = self._plan.elapsed(progress.ledger)
         if time.perf_counter() < self._due:
             return
@@ -749,7 +748,6 @@ class LivePage:
 
     def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
         del progress
-        assert self._plan is not None
         if self._plan.run_all_trials:  # accuracy at a given trial reveals rejections
             return
         self._note_spent(epsilon)
@@ -764,12 +762,10 @@ class LivePage:
         self._write()
 
     def _note_spent(self, epsilon: float) -> None:
-        assert self._plan is not None
         self._spent = f"{epsilon_text(epsilon)} of {self._plan.budget.epsilon:g}"
 
     def _write(self, ended: str | None = None) -> None:
         plan = self._plan
-        assert plan is not None
         unit = "trials" if plan.run_all_trials else plan.unit
         rows = [
             ("Progress", f"{self._passed:,} of {plan.duration:,} {unit}"),

@@ -89,19 +89,21 @@ class Undeclared:
 
     def to_json(self) -> dict[str, Any]:
         """All counts: private, where the records are."""
-        found: dict[str, Any] = {"records": len(self.flags), "not_declared": self._counts()}
-        if self.schema.kind == "classes":
-            found["classes"] = self._by_class()
+        names = [*self.schema.columns, *self.schema.target]
+        counts = dict(zip(names, self.flags.sum(0).tolist(), strict=True))
+        found: dict[str, Any] = {"records": len(self.flags), "not_declared": counts}
+        (column, *_) = self.schema.target.values()
+        if self.schema.kind == "classes" and isinstance(column, Category):
+            places = enumerate(column.values)
+            found["classes"] = {name: int((self.classes == place).sum()) for place, name in places}
         return found
 
     def warnings(self) -> list[str]:
         """What to say of public test records."""
-        total, counts = len(self.flags), self._counts()
-        if not total:
-            return []
-        found = []
-        for name, count in counts.items():
-            share, is_target = count / total, name in self.schema.target
+        counts, found = self.to_json(), []
+        total = counts["records"]
+        for name, count in counts["not_declared"].items():
+            share, is_target = count / max(1, total), name in self.schema.target
             if share < (LARGE_FOR_TARGETS if is_target else LARGE):
                 continue
             column = self.schema.target[name] if is_target else self.schema.columns[name]
@@ -111,26 +113,15 @@ class Undeclared:
                 f"{share:.0%} of the test records have values of {name!r} that are {what}, and "
                 f"were {effect}; check the schema: spelling, upper and lower case, units"
             )
-        if self.schema.kind == "classes" and total >= ENOUGH:
-            (target,) = self.schema.target
+        if total >= ENOUGH:
+            (target, *_) = self.schema.target
             found += [
                 f"class {name!r} of {target!r} has none of the {total:,} test records; check its "
                 "spelling in the schema"
-                for name, count in self._by_class().items()
+                for name, count in counts.get("classes", {}).items()
                 if not count
             ]
         return found
-
-    def _counts(self) -> dict[str, int]:
-        names = [*self.schema.columns, *self.schema.target]
-        return dict(zip(names, self.flags.sum(0).tolist(), strict=True))
-
-    def _by_class(self) -> dict[str, int]:
-        (column,) = self.schema.target.values()
-        assert isinstance(column, Category)
-        return {
-            name: int((self.classes == place).sum()) for place, name in enumerate(column.values)
-        }
 
 
 def _not_declared(column: Column, values: Any) -> Values:
