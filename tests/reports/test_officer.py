@@ -5,7 +5,7 @@ import re
 import pytest
 
 from dpsur.cli import main
-from dpsur.reports.html import Notes, declared_rows, epsilon_text, officer_section
+from dpsur.reports.html import NOTES, declared_rows, epsilon_text, officer_section
 
 STATEMENT = {
     "unit": "one record of the training set",
@@ -24,10 +24,11 @@ def test_epsilon_has_three_digits_and_is_never_rounded_down(epsilon, text):
 
 
 def test_what_nobody_said_is_said_to_be_missing():
-    section = officer_section(Notes(), STATEMENT)
+    section = officer_section({}, STATEMENT)
     assert section.count("not stated") == 5
     assert "add up" in section
-    full = officer_section(Notes("triage", "<City>", "2026-01-02", "a registry", "none"), STATEMENT)
+    said = ("triage", "<City>", "2026-01-02", "a registry", "none")
+    full = officer_section(dict(zip(NOTES, said, strict=True)), STATEMENT)
     assert "not stated" not in full
     assert "&lt;City&gt;" in full
     assert "this model: 3.00" in full
@@ -36,14 +37,14 @@ def test_what_nobody_said_is_said_to_be_missing():
 def test_the_scale_places_epsilon():
     def place(epsilon):
         statement = {**STATEMENT, "guarantee": {"epsilon": epsilon, "delta": 1e-5}}
-        return float(re.search(r'cx="([\d.]+)"', officer_section(Notes(), statement)).group(1))
+        return float(re.search(r'cx="([\d.]+)"', officer_section({}, statement)).group(1))
 
     places = [place(epsilon) for epsilon in (0.001, 0.1, 1.0, 3.0, 1000.0)]
     assert places == sorted(places)
     assert places[0] == 20
     assert places[-1] == 400 - 20
     nothing = {**STATEMENT, "guarantee": {"epsilon": None, "delta": 1e-5}}
-    assert "<svg" not in officer_section(Notes(), nothing)
+    assert "<svg" not in officer_section({}, nothing)
 
 
 def test_declarations_are_in_words():

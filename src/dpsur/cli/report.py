@@ -5,7 +5,6 @@
 
 import argparse
 import json
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from dpsur.privacy.conversion import NOT_HELD_OUT, for_group, for_replacement
 from dpsur.privacy.page import render_markdown
 from dpsur.privacy.statement import plan_from_statement, unit_of
 from dpsur.reports.formats import as_text, converted, nist, registry
-from dpsur.reports.html import NO_NOTES, Notes, read_report, render_report
+from dpsur.reports.html import NOTES, Notes, read_report, render_report
 from dpsur.runs.files import check_release, finite, write_atomically
 from dpsur.runs.result import KINDS, RunCurves, plot_runs
 from dpsur.runs.session import choose_device
@@ -40,14 +39,6 @@ page adds losses and acceptance of the run, which must not be published.
 
 # The name of a page in the folder of its run.
 REPORT = "report.html"
-# What only the user knows, for the data protection officer.
-NOTES = {
-    "purpose": "what the model is for",
-    "controller": "who answers for it",
-    "date": "of the report (default: today)",
-    "test_origin": "where the public test records come from",
-    "earlier": "earlier releases from the same records, and their epsilons",
-}
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +56,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="folder of the data")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto (default: auto)")
-    for name, text in NOTES.items():
+    for name, (_, text) in NOTES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", metavar="TEXT", help=text)
     parser.add_argument(
         "--private", action="store_true", help="add private diagnostics; do not share the page"
@@ -92,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
             data_dir=options.data_dir,
             private=options.private,
             device=choose_device(options.device),
-            notes=Notes(**{name: getattr(options, name) for name in NOTES}),
+            notes={name: getattr(options, name) for name in NOTES},
         )
     if options.json:
         print(json.dumps({"report": str(out), "private": options.private}))
@@ -102,9 +93,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def write_report(folder: Path, out: Path, notes: Notes = NO_NOTES, **given: Any) -> None:
+def write_report(folder: Path, out: Path, notes: Notes | None = None, **given: Any) -> None:
     """Write the page of a finished run; `given` is what `read_report` takes."""
-    notes = replace(notes, date=notes.date or date.today().isoformat())
+    notes = dict(notes or {})
+    notes["date"] = notes.get("date") or date.today().isoformat()
     with status("computing the figures of the report"):
         contents = read_report(folder, notes=notes, **given)
     text = render_report(contents)

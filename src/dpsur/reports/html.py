@@ -53,18 +53,18 @@ from dpsur.tasks.schema import Schema, in_words
 MOST_CLASSES = 20  # of a confusion matrix that people can read
 
 
-@dataclass(frozen=True)
-class Notes:
-    """What the user adds to a report. `earlier` are releases from the same records before this."""
-
-    purpose: str | None = None
-    controller: str | None = None
-    date: str | None = None
-    test_origin: str | None = None
-    earlier: str | None = None
-
-
-NO_NOTES = Notes()
+# What only the user knows, for a data protection officer: in the page, and as an option.
+NOTES = {
+    "purpose": ("Purpose", "what the model is for"),
+    "controller": ("Controller", "who answers for it"),
+    "date": ("Date of this report", "of the report (default: today)"),
+    "test_origin": ("Origin of the test records", "where the public test records come from"),
+    "earlier": (
+        "Earlier releases from the same records",
+        "earlier releases from the same records, and their epsilons",
+    ),
+}
+Notes = Mapping[str, str | None]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ReportContents:
     no_test: str | None = None  # why there is no test result
     engine: str | None = None
     private: Mapping[str, Curve] = field(default_factory=dict)
-    notes: Notes = NO_NOTES
+    notes: Notes = field(default_factory=dict)
 
 
 def read_report(
@@ -104,7 +104,7 @@ def read_report(
     data_dir: Path | None = None,
     private: bool = False,
     device: torch.device | None = None,
-    notes: Notes = NO_NOTES,
+    notes: Notes | None = None,
 ) -> ReportContents:
     """Read a finished run and compute what its report shows.
 
@@ -158,7 +158,7 @@ def read_report(
         no_test=no_test,
         engine=engine,
         private=private_curves(rows) if private else {},
-        notes=notes,
+        notes=notes or {},
     )
 
 
@@ -206,22 +206,14 @@ def epsilon_text(epsilon: float) -> str:
 
 def officer_section(notes: Notes, statement: Mapping[str, Any]) -> str:
     """For a data protection officer: who answers for the model, and how strong its epsilon is."""
-    not_said = "not stated"
     whom = statement["unit"]
     if unit_of(statement) != PERSON:
         whom += "; of a person with k records, epsilon is k times as large, and delta grows too"
-    rows = [
-        ("Purpose", notes.purpose or not_said),
-        ("Controller", notes.controller or not_said),
-        ("Date of this report", notes.date or not_said),
-        ("Who is protected", whom),
-        ("Origin of the test records", notes.test_origin or not_said),
-        (
-            "Earlier releases from the same records",
-            notes.earlier
-            or f"{not_said}; if there are any, the epsilons and deltas of all of them add up",
-        ),
-    ]
+    rows = [(title, notes.get(name) or "not stated") for name, (title, _) in NOTES.items()]
+    rows.insert(3, ("Who is protected", whom))
+    if not notes.get("earlier"):
+        missing = "not stated; if there are any, the epsilons and deltas of all of them add up"
+        rows[-1] = (rows[-1][0], missing)
     epsilon = statement["guarantee"]["epsilon"]
     scale = "" if epsilon is None or math.isinf(epsilon) else _scale(epsilon)
     signed = '<p class="sign">Reviewed by: <span></span> Date: <span></span></p>'
