@@ -76,7 +76,12 @@ def _fetch(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    rows = {mnist_5k.MNIST_5K.name: (_embedded(), mnist_5k.RECORDS_OF_PARTS)}
+    rows = {
+        mnist_5k.MNIST_5K.name: (
+            _embedded(),
+            (mnist_5k.TRAIN_RECORDS, mnist_5k.RECORDS - mnist_5k.TRAIN_RECORDS),
+        )
+    }
     for name, data_set in DATA_SETS.items():
         found = status_of(data_set, options.data_dir, check=options.check)
         rows[name] = (found, data_set.records)

@@ -96,7 +96,7 @@ def test_test_records_are_used(tmp_path):
     train, test = task.load(None)
     assert (len(train), len(test)) == (4, 2)
     assert task.networks["vectors"]["classes"] == 5
-    assert "4 records" in task.summary
+    assert task.records == 4
 
 
 def without_classes(tmp_path, **arrays):

@@ -6,6 +6,7 @@ is trained by a run on a part of the records, as are the shadow models of some a
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,8 @@ def split_pool(pool: Examples, seed: int, persons: Tensor | None = None) -> Spli
         raise InvalidInputError(f"a pool of {count} {unit} cannot be cut into four parts")
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     part = count / sum(SHARES)
-    ends = [round(part * sum(SHARES[: k + 1])) for k in range(4)]
-    parts = [order[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    ends = [round(part * sum(SHARES[:k])) for k in range(5)]
+    parts = [order[start:end] for start, end in pairwise(ends)]
     if persons is not None:
         parts = [torch.isin(persons, chosen).nonzero().flatten() for chosen in parts]
     return Split(pool, parts[0], parts[1], parts[2], parts[3], persons)
@@ -137,8 +138,7 @@ def attacked_pool(task: Task, most: int | None = None) -> Examples:
     if most is None:
         return pool
     checks.at_least_one("max_records", most)
-    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(POOL_SEED))
-    return pool.select(order[:most]) if most < len(pool) else pool
+    return pool.select(as_many(torch.arange(len(pool)), most, POOL_SEED))
 
 
 def plain_features(task: Task) -> str:
@@ -155,13 +155,12 @@ def as_seen_by(method: Method, task: Task) -> tuple[dict[str, Any], Examples, Ex
     Features are the method's own, or the inputs as they are.
     """
     train, test = task.load(None)
-    if method.features is None:
-        return {**task.networks[plain_features(task)], **method.network_changes()}, train, test
-    features = features_named(method.features)
+    name = method.features or plain_features(task)
+    features = features_named(name)
     train = Examples(compute(features, train.inputs), train.targets)
     if test is not None:
         test = Examples(compute(features, test.inputs), test.targets)
-    return {**task.networks[method.features], **method.network_changes()}, train, test
+    return {**task.networks[name], **method.network_changes()}, train, test
 
 
 @dataclass(frozen=True)
@@ -181,9 +180,8 @@ class RunTrainer:
         """Train on each set of rows. Without `featured` the models take raw inputs."""
         sessions = []
         for index, part in enumerate(rows):
-            groups = None
+            groups, most = None, self.run.records_per_person or DEFAULT_RECORDS
             if self.persons is not None:
-                most = self.run.records_per_person or DEFAULT_RECORDS
                 groups = Groups(numbered(self.persons[part]), most)
             chosen = pool.select(part.to(pool.inputs.device))
             records = TaskRecords(chosen, None, self.featured, groups=groups)
@@ -380,15 +378,6 @@ def check_attacks(names: Sequence[str], known: Collection[str] = tuple(ATTACKS))
     for name in names:
         if name not in known:
             raise InvalidInputError(f"unknown attack {name!r}; choose among {', '.join(known)}")
-
-
-def attack_target(
-    split: Split, trainer: Trainer, names: Sequence[str], seed: int, shadow_models: int = 16
-) -> AttackScores:
-    check_attacks(names)
-    with status("training the target"):
-        target = trainer(split.pool, [split.target_train], seed)
-    return attack_trained(target, split, trainer, names, seed, shadow_models)
 
 
 def attack_trained(

@@ -18,7 +18,7 @@ from dpsur.attacks.suite import (
     RunTrainer,
     as_seen_by,
     attack_answers,
-    attack_target,
+    attack_trained,
     attacked_pool,
     check_attacks,
     count_persons,
@@ -195,7 +195,9 @@ def _target(options: argparse.Namespace, names: list[str], device: torch.device)
         records_per_person=options.records_per_person,
     )
     trainer = RunTrainer(config, device, persons=persons)
-    return attack_target(split, trainer, names, options.seed, options.shadow_models)
+    with status("training the target"):
+        target = trainer(split.pool, [split.target_train], options.seed)
+    return attack_trained(target, split, trainer, names, options.seed, options.shadow_models)
 
 
 def _release(options: argparse.Namespace, names: list[str], device: torch.device) -> AttackScores:

@@ -275,7 +275,6 @@ def described_task(options: argparse.Namespace, schema: Schema | None) -> Task:
 
     return Task(
         name="",
-        summary="",
         networks=image_networks(shape, classes),
         load=load,
         records=options.persons or options.records,

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
-from dpsur.tasks.base import NOTHING, Declared, Task, named_file
+from dpsur.tasks.base import NOTHING, named_file
+from dpsur.tasks.base import Declared as Declared
+from dpsur.tasks.base import Task as Task
 from dpsur.tasks.images import PREFIX as IMAGES
 from dpsur.tasks.images import images_task, images_to_test
 from dpsur.tasks.mnist_5k import MNIST_5K
@@ -71,39 +73,23 @@ def load_test_records(
     of a folder are tested on. Of a table, the test part that the file `schema` declares; without
     that file all records, by the schema in `public`.
     """
-    test: Examples | None
-    loss: LossFunction = F.cross_entropy
     known = public or {}
+    loss: LossFunction = F.cross_entropy
     if name.startswith(IMAGES):
         return images_to_test(name, known), loss
-    if name.startswith(PREFIXES) and schema is None and "schema" in known:
-        released = Schema.from_json(known["schema"])
-        return read_table(named_file(name), released), released.loss
-    if name.startswith(PREFIXES):
-        task = table_task(name, Declared(schema=schema))
-        _, test = task.load(None)
-        if test is None:
-            raise InvalidInputError(
-                f"the schema of {name} names no test records; add test to it, with a file or a "
-                "share of public records"
-            )
-        return test, task.loss
     if name.startswith(NPZ):
         test = npz_test_records(name)
+    elif name.startswith(PREFIXES) and schema is None and "schema" in known:
+        released = Schema.from_json(known["schema"])
+        return read_table(named_file(name), released), released.loss
     else:
-        task = task_named(name)
+        task = task_named(name, Declared(schema=schema) if name.startswith(PREFIXES) else NOTHING)
         (_, test), loss = task.load(data_dir), task.loss
+    if test is None and name.startswith(PREFIXES):
+        raise InvalidInputError(
+            f"the schema of {name} names no test records; add test to it, with a file or a share "
+            "of public records"
+        )
     if test is None:
         raise InvalidInputError(f"task {name} has no test records; add x_test and y_test")
     return test, loss
-
-
-__all__ = [
-    "DEFAULT_TASK",
-    "OWN",
-    "TASKS",
-    "Declared",
-    "Task",
-    "load_test_records",
-    "task_named",
-]

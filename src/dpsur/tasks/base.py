@@ -72,9 +72,9 @@ class Task:
     """
 
     name: str
-    summary: str
     networks: Mapping[str, Mapping[str, Any]]
     load: Callable[[Path | None], tuple[Examples, Examples | None]]
+    summary: str = ""
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     loss: LossFunction = F.cross_entropy
     public: Mapping[str, Any] = field(default_factory=dict)

@@ -40,7 +40,6 @@ def images_task(name: str, declared: Declared) -> Task:
         test = labelled_images(existing(declared.test), labels, shape)
     return Task(
         name=name,
-        summary=f"{len(train)} images to train, {len(test or ())} to test",
         networks=image_networks(shape, len(labels)),
         load=lambda _: (train, test),
         public={"labels": list(labels), "inputs": {"kind": "images", "shape": list(shape)}},
@@ -125,11 +124,6 @@ def images_in(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
 
 
-@kept(2)
-def _read_files(paths: tuple[Path, ...], shape: Shape) -> Tensor:
-    return read_images(paths, shape)
-
-
 def read_images(images: Sequence[Any], shape: Shape) -> Tensor:
     """Files of images, or images of Pillow, as numbers in [0, 1] of one shape."""
     result = torch.empty(len(images), *shape)
@@ -140,6 +134,9 @@ def read_images(images: Sequence[Any], shape: Shape) -> Tensor:
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(fill, range(len(images))))
     return result.div_(255)
+
+
+_read_files = kept(2)(read_images)
 
 
 def _pixels(source: Any, shape: Shape) -> "np.ndarray[Any, np.dtype[np.float32]]":

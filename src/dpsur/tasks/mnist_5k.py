@@ -13,7 +13,6 @@ from dpsur.tasks.base import SCATTERING, Task, linear_heads
 
 TRAIN_RECORDS = 4000
 RECORDS, PIXELS = 5000, 28 * 28
-RECORDS_OF_PARTS = (TRAIN_RECORDS, RECORDS - TRAIN_RECORDS)
 # The file is sorted by digit. The split is part of the task's definition, so it is drawn from a
 # generator whose stream is frozen for good.
 SPLIT_SEED = 2024

@@ -93,7 +93,6 @@ def array_task(
     on_words = {"name": "linear-head", "inputs": WORDS_DIMENSION, "classes": classes}
     return Task(
         name=name,
-        summary=f"{len(train)} records to train, {len(test or ())} to test",
         networks={VECTORS: on_words} if texts else image_networks(shape, classes),
         load=lambda _: (train, test),
         public=known,

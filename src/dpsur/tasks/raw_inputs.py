@@ -124,28 +124,29 @@ class ImageInputs:
     def _checked(image: Any) -> Any:
         if hasattr(image, "convert"):
             return image
-        if isinstance(image, (str, os.PathLike)) and Path(image).is_file():
-            return Path(image)
-        if isinstance(image, (str, os.PathLike)):
+        if not isinstance(image, (str, os.PathLike)):
+            raise InvalidInputError(
+                f"images must be files, Pillow images or one array, got a list of "
+                f"{type(image).__name__}; stack them into one array"
+            )
+        if not Path(image).is_file():
             raise InvalidInputError(f"there is no file {image}; name files of images")
-        raise InvalidInputError(
-            f"images must be files, Pillow images or one array, got a list of "
-            f"{type(image).__name__}; stack them into one array"
-        )
+        return Path(image)
 
     def _arrays(self, found: Tensor) -> Tensor:
-        channels, height, width = self.shape
+        channels, *sides = self.shape
         if found.dim() == 3 and channels == 1:
             found = found.unsqueeze(1)
-        if tuple(found.shape[1:]) == (height, width, channels) != self.shape:
+        shape = tuple(found.shape[1:])
+        if shape == (*sides, channels) != self.shape:
             raise InvalidInputError(
-                f"the images have the shape {tuple(found.shape[1:])}, with channels last; pass "
+                f"the images have the shape {shape}, with channels last; pass "
                 "images.transpose(0, 3, 1, 2)"
             )
-        if tuple(found.shape[1:]) != self.shape:
+        if shape != self.shape:
             raise InvalidInputError(
-                f"the images have the shape {tuple(found.shape[1:])}, and this model takes "
-                f"{self.shape}; resize them, or pass their files"
+                f"the images have the shape {shape}, and this model takes {self.shape}; resize "
+                "them, or pass their files"
             )
         return self._scaled(found.float().div(255)) if found.dtype == torch.uint8 else found
 

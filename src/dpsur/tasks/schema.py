@@ -92,6 +92,7 @@ class Number(_AsJson):
     high: float
     missing: float | None = None
     kind: ClassVar[str] = "number"
+    width: ClassVar[int] = 1  # how many numbers it becomes
 
     def __post_init__(self) -> None:
         for name in ("low", "high", "missing"):
@@ -120,11 +121,6 @@ class Number(_AsJson):
     def half(self) -> float:
         """What 1 stands for, in the units of the column."""
         return (self.high - self.low) / 2
-
-    @property
-    def width(self) -> int:
-        """How many numbers it becomes."""
-        return 1
 
     def encode(self, values: Any) -> Values:
         """Scaled numbers in [-1, 1], one row for each value; missing ones have their declared."""
@@ -369,9 +365,11 @@ class Schema:
         return f"Schema({len(self.columns)} columns, target {', '.join(self.target)})"
 
     def _repr_html_(self) -> str:
-        every = [(name, column, "") for name, column in self.columns.items()]
-        every += [(name, column, "target: ") for name, column in self.target.items()]
-        rows = [(name, f"{role}{in_words(column)}") for name, column, role in every]
+        rows = [
+            (name, f"{role}{in_words(column)}")
+            for role, part in (("", self.columns), ("target: ", self.target))
+            for name, column in part.items()
+        ]
         return html_table(f"Schema of {len(self.columns)} columns", rows)
 
     # --- what follows from it ---------------------------------------------------------------------

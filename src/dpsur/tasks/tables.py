@@ -204,7 +204,6 @@ def _task(name: str, schema: Schema, parts: _Parts) -> Task:
     words = WORD_ROWS if schema.kind == "classes" else None
     return Task(
         name=name,
-        summary=f"{len(train)} records to train, {len(test or ())} to test",
         networks=networks,
         load=lambda _: (train, test),
         loss=schema.loss,
