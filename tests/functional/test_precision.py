@@ -22,10 +22,10 @@ class Seen(nn.Module):
 
     def __init__(self, notes):
         super().__init__()
-        self.notes, self.layer = notes, nn.Linear(2, 3)
+        self.note, self.layer = notes.append, nn.Linear(2, 3)
 
     def forward(self, inputs):
-        self.notes.append(rounding())
+        self.note(rounding())
         return self.layer(inputs)
 
 
@@ -33,7 +33,7 @@ class Odd(Seen):
     """The same, with a weight used in a way that no rule sees."""
 
     def forward(self, inputs):
-        self.notes.append(rounding())
+        self.note(rounding())
         return F.linear(inputs, self.layer.weight * self.layer.weight.sum())
 
 

@@ -9,6 +9,7 @@ import torch
 
 from dpsur.engine.loader import PoissonSampler
 from dpsur.engine.model_tests import ModelTests
+from dpsur.functional import problem
 from dpsur.functional.persons import PersonRecords
 from dpsur.per_example import clipping, record_level
 from tests.oracle.harness import (
@@ -130,9 +131,20 @@ def test_survivors_that_nobody_looks_for_are_found(monkeypatch):
         "dpsur.per_example.record_level.RecordLevel.check_survivors", lambda self: None
     )
     found = judge(
-        NAMED["state-tensor in an attribute"], "private_step", pairs=(REPLACE,), extreme=("large",)
+        NAMED["state-tensor in a namespace"], "private_step", pairs=(REPLACE,), extreme=("large",)
     )
     assert found.outcome in ("above", "leak")
+
+
+@pytest.mark.parametrize(
+    "name", ["longest in a number", "lengths in a set in a list in a dict", "buffer filled"]
+)
+def test_attributes_that_nobody_puts_back_are_found(monkeypatch, name):
+    monkeypatch.setattr(problem.Attributes, "put_back", lambda self: [])
+    found = judge(
+        NAMED[f"attributes-{name}"], "private_step", pairs=SHORT_PAIRS, extreme=SHORT_EXTREME
+    )
+    assert found.outcome == "leak"
 
 
 def test_a_gradient_that_is_lost_is_found(monkeypatch):

@@ -114,13 +114,12 @@ class PrivateStep:
 
 
 def modules_of(function: Function) -> list[nn.Module]:
-    """Other modules that a function uses by name: a teacher, a generator."""
-    try:
+    """Other modules that a function uses by name (a teacher, a generator), or is a part of."""
+    found = [getattr(function, "__self__", function)]
+    with suppress(TypeError):  # of no Python function
         seen = inspect.getclosurevars(inspect.unwrap(function))
-    except TypeError:  # no Python function
-        return []
-    found = {**seen.globals, **seen.nonlocals}
-    return [value for value in found.values() if isinstance(value, nn.Module)]
+        found += [*seen.globals.values(), *seen.nonlocals.values()]
+    return [value for value in found if isinstance(value, nn.Module)]
 
 
 def means(parts: list[tuple[Tensor, dict[str, Tensor]]]) -> dict[str, Tensor]:

@@ -10,22 +10,29 @@ How inputs reach the model: a tuple as positional arguments, a dict as keyword a
 else (a tensor, a list, a named tuple, a dataclass) as the only argument. `Arguments` holds those of
 a call that someone else makes, `PersonRows` several records in a row.
 
-Then `Objective` and `Problem`, and what keeps a model from changing anything that is not trained:
-that would carry private records into a release.
+Then `Objective` and `Problem`, and what a call of a model leaves behind: nothing. What a record
+changes in a module would reach later steps and the release without noise. Attributes are put back,
+with what lists, dictionaries and sets in them hold: a value there is for the call that has set it,
+as an auxiliary loss or a cache by length. What is meant to last is refused: a tensor that is
+written to, a buffer of the saved state that is replaced. Closures, globals and objects of other
+classes are not looked at.
 """
 
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from dpsur.errors import UnsupportedModelError
@@ -42,6 +49,18 @@ from dpsur.functional.tree import (
     split_rows,
     tensors_of,
     with_tensors,
+)
+
+# What every module has: children, buffers, hooks, mostly none of them. `use_weights` and FSDP put
+# weights in their places and back.
+_USUAL = tuple(
+    name
+    for name, held in vars(nn.Module()).items()
+    if isinstance(held, (dict, set)) and name != "_parameters"
+)
+_KNOWN = frozenset({*_USUAL, "_parameters", "training"})
+_LEAVES = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 )
 
 # Only functional_call knows what to say to these.
@@ -180,7 +199,7 @@ class Objective:
         with (
             torch.no_grad(),
             mode(self.model, training=False),
-            forbid_side_effects(self.model, params),
+            without_side_effects((self.model,), params),
         ):
             parts = [
                 output_rows(call_on(self.model, params, part))
@@ -314,46 +333,173 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = not training
 
 
-@contextmanager
-def forbid_side_effects(model: nn.Module, params: Params) -> Iterator[None]:
-    """Fail if a model changes the weights that it is given, or its own, while it is called.
+class Attributes:
+    """The attributes of all modules of some models, to be put back, and the tensors among them.
 
-    Such a change would carry private records into the release without noise. Versions of tensors
-    are counted on the host, so nothing waits for the device; what goes through `.data` is not
-    counted, and is found before anything is saved (`check_fixed_parts`).
+    Versions of tensors are counted on the host, so nothing waits for the device. Those of what is
+    written through `.data` are by `call_counted`.
     """
-    given = {f"parameter {name}": value for name, value in params.items()}
-    watched = {**given, **_own_tensors(model)}
-    versions = {name: value._version for name, value in watched.items()}
 
-    def check() -> None:
-        for name, value in {**given, **_own_tensors(model)}.items():
-            # a tensor under a new name, or another one under a known name, is a change too
-            if value is not watched.get(name) or value._version != versions[name]:
-                raise UnsupportedModelError(
-                    f"{name} changes during a forward pass and would carry private records into "
-                    "the release; make the forward pass free of side effects"
-                )
+    def __init__(self, models: Iterable[nn.Module], given: Mapping[str, Tensor] | None = None):
+        self._models, self._given = tuple(models), given or {}
+        # a container, what it held, and of which attribute of which module it is a part
+        self._held: list[tuple[Any, Any, nn.Module, str]] = []
+        self._own: list[tuple[dict[str, Any], dict[str, Any], nn.Module]] = []
+        self._tensors = [(value, value._version) for value in self._given.values()]
+        self._saved: list[tuple[dict[str, Any], str, Any]] = []  # buffers of the saved state
+        self._seen: set[int] = set()
+        for model in self._models:
+            self._visit(model)
 
+    def _visit(self, model: nn.Module) -> None:
+        for module in every_module(model):
+            own = vars(module)
+            if id(own) in self._seen:
+                continue
+            self._seen.add(id(own))
+            held = own.copy()
+            self._own.append((own, held, module))
+            self._tensors += [
+                (value, value._version)
+                for value in module._parameters.values()
+                if value is not None and not value.is_inference()
+            ]
+            for name in held.keys() - _KNOWN:
+                if type(held[name]) not in _LEAVES:
+                    self._add(held[name], module, name)
+            if any(map(held.get, _USUAL)):
+                for name in _USUAL:
+                    if held[name]:
+                        self._add(held[name], module, name)
+                buffers = module._buffers
+                self._saved += [
+                    (buffers, name, buffers[name])
+                    for name in buffers.keys() - module._non_persistent_buffers_set
+                    if buffers[name] is not None
+                ]
+
+    def _add(self, value: Any, module: nn.Module, name: str) -> None:
+        if isinstance(value, Tensor):
+            if not value.is_inference():
+                self._tensors.append((value, value._version))
+        elif isinstance(value, nn.Module):
+            self._visit(value)
+        elif isinstance(value, (dict, list, set, deque, tuple)) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            held = _copy(value)
+            if held is not value:
+                self._held.append((value, held, module, name))
+            items = tuple(held.values() if isinstance(held, dict) else held)
+            if not _LEAVES.issuperset(map(type, items)):
+                for item in items:
+                    self._add(item, module, name)
+
+    def put_back(self) -> list[tuple[nn.Module, str]]:
+        """Put back what was changed; returns where that was.
+
+        Raises where a tensor was written to, or a buffer of the saved state replaced.
+        """
+        changed: list[tuple[nn.Module, str]] = []
+        written = [value for value, version in self._tensors if value._version != version]
+        written += [value for own, name, value in self._saved if own.get(name) is not value]
+        for own, held, module in self._own:
+            if not _same(own, held):
+                both = own.keys() | held.keys()
+                changed += [(module, key) for key in both if own.get(key) is not held.get(key)]
+                own.clear()
+                own.update(held)
+            if any(map(held.get, _USUAL)):
+                for name in _USUAL:
+                    if held[name] and id(held[name]) not in self._seen:  # it was empty
+                        held[name].clear()
+                        changed.append((module, name))
+        for container, held, module, name in self._held:
+            if not _same(container, held):
+                changed.append((module, name))
+                container.clear()
+                (container.extend if isinstance(held, list) else container.update)(held)
+        if written:
+            raise UnsupportedModelError(
+                f"{self._name_of(written[0])} changes during a forward pass and would carry "
+                "private records into the release; make the forward pass free of side effects"
+            )
+        return changed
+
+    def _name_of(self, value: Tensor) -> str:
+        for name, given in self._given.items():
+            if given is value:
+                return f"parameter {name}"
+        for model in self._models:
+            for kind, named in (
+                ("own parameter", model.named_parameters()),
+                ("buffer", model.named_buffers()),
+            ):
+                for name, own in named:
+                    if own is value:
+                        return f"{kind} {name}"
+        return "a tensor in an attribute"
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The attributes as they were then, for what expects them later."""
+        now = Attributes(self._models)
+        self.put_back()
+        try:
+            yield
+        finally:
+            now.put_back()
+
+
+def call_counted(func: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Call a function of PyTorch; what is written through `.data` counts as a change."""
+    if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+        return args[0].detach()
+    if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        torch.autograd.graph.increment_version(args[0])
+    return func(*args, **(kwargs or {}))
+
+
+class CountedData(TorchFunctionMode):
+    """`call_counted` for all functions, where no record level does it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call_counted(func, args, kwargs)
+
+
+@contextmanager
+def without_side_effects(
+    models: Iterable[nn.Module], given: Mapping[str, Tensor] | None = None
+) -> Iterator[list[tuple[nn.Module, str]]]:
+    """Put attributes of models back after a call, and fail if it has changed one of their tensors.
+
+    `given` are weights that the models are called with, by name. What is yielded says afterwards
+    which attributes the call had changed.
+    """
+    before, changed = Attributes(models, given or {}), list[tuple[nn.Module, str]]()
     try:
-        yield
-    except Exception:
-        check()  # which may be why
-        raise
-    check()
+        yield changed
+    finally:  # also where the call has failed: this may be why
+        changed += before.put_back()
 
 
-def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for module, name in every_module(model).items():
-        prefix = f"{name}." if name else ""
-        for key, value in module._parameters.items():
-            if value is not None:
-                found[f"own parameter {prefix}{key}"] = value
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                found[f"buffer {prefix}{key}"] = buffer
-    return found
+def _copy(value: Any) -> Any:
+    """A container of the usual kind with the same things in it; a tuple is its own."""
+    if isinstance(value, tuple):
+        return value
+    if isinstance(value, dict):
+        return dict(value)
+    return set(value) if isinstance(value, set) else list(value)
+
+
+def _same(container: Any, held: Any) -> bool:
+    """Whether a container holds the very things that it held."""
+    if len(container) != len(held):
+        return False
+    if isinstance(held, set):
+        return bool(container == held)
+    if isinstance(held, dict) and not all(map(is_, container.values(), held.values())):
+        return False
+    return all(map(is_, container, held))
 
 
 @contextmanager

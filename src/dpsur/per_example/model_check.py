@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dpsur.errors import ModelInputError, UnsupportedModelError, from_custom_code
-from dpsur.functional.problem import call, forbid_side_effects, mode, output_rows, same_bits
+from dpsur.functional.problem import call, mode, output_rows, same_bits, without_side_effects
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import TensorTree, describe_rows, map_tensors, tensors_of
 from dpsur.per_example.rules import layer_fault
@@ -30,7 +30,7 @@ def check_model(model: nn.Module, examples: Examples, *, tested: bool = True) ->
     with torch.no_grad(), mode(model, training=False):
         state = generator_state(device)
         try:
-            with forbid_side_effects(model, {}):
+            with without_side_effects((model,)):
                 outputs = output_rows(call(model, rows))
         except UnsupportedModelError:
             raise

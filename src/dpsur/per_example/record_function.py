@@ -28,7 +28,13 @@ from dpsur.errors import (
     StepError,
     UnsupportedModelError,
 )
-from dpsur.functional.problem import forbid_side_effects, use_weights, without_flattening
+from dpsur.functional.problem import (
+    Attributes,
+    CountedData,
+    use_weights,
+    without_flattening,
+    without_side_effects,
+)
 from dpsur.functional.process_settings import seeded_globally, widen
 from dpsur.functional.tree import Params, map_tensors, tensors_of
 from dpsur.per_example.contributions import Rows
@@ -80,6 +86,7 @@ class RecordFunction:
     make_tape: Callable[[int], Tape] | None = None
     ways: dict[object, Way] = field(default_factory=dict)
     why_alone: str | None = None
+    _told: bool = field(default=False, init=False)
 
     @property
     def by_construction(self) -> bool:
@@ -114,24 +121,18 @@ class RecordFunction:
         def run(way: Way, given: Any, bad: Tensor | None) -> tuple[Tape, Tensor, dict[str, Tensor]]:
             if way is Way.ALONE:
                 return self._tape_alone(function, given, records, params)
-            tape, found, level = self._together(
-                lambda one: _outputs(function(one)), given, records, params, way, known
-            )
-            losses = widen(found[0].reshape(records))
-            figures = {name: value.detach() for name, value in found[1].items()}
-            del found  # and with it the graph, once it was used
-            if bad is not None:
-                losses = losses.masked_fill(bad, torch.nan)
-            tape.once = True
-            if losses.requires_grad:
-                own = [value for value in self.trained.values() if value.requires_grad]
-                with only_trusted_rules():
-                    found = torch.autograd.grad(
-                        losses.sum(), [*tape.leaves, *own], allow_unused=True
-                    )
-                if any(value is not None for value in found[len(tape.leaves) :]):
-                    raise NotSupportedError("uses what was computed from a weight before the step")
-                del found
+            with self._without_side_effects(params):  # a checkpoint runs again in the backward pass
+                tape, found, level = self._together(
+                    lambda one: _outputs(function(one)), given, records, params, way, known
+                )
+                losses = widen(found[0].reshape(records))
+                figures = {name: value.detach() for name, value in found[1].items()}
+                del found  # and with it the graph, once it was used
+                if bad is not None:
+                    losses = losses.masked_fill(bad, torch.nan)
+                tape.once = True
+                if losses.requires_grad:
+                    self._differentiate(losses, tape)
             losses = losses.detach()
             tape.spoiled = losses.isnan()
             tape.finish()
@@ -148,6 +149,13 @@ class RecordFunction:
                 randomness,
                 lambda: self._unusable(batch, records, params),
             )
+
+    def _differentiate(self, losses: Tensor, tape: Tape) -> None:
+        own = [value for value in self.trained.values() if value.requires_grad]
+        with only_trusted_rules():
+            found = torch.autograd.grad(losses.sum(), [*tape.leaves, *own], allow_unused=True)
+        if any(value is not None for value in found[len(tape.leaves) :]):
+            raise NotSupportedError("uses what was computed from a weight before the step")
 
     def run(
         self,
@@ -167,7 +175,11 @@ class RecordFunction:
         def run(way: Way, given: Any, bad: Tensor | None) -> tuple[Tape, Any]:
             if way is Way.ALONE:
                 return self._run_alone(function, given, records, params)
-            tape, found, level = self._together(function, given, records, params, way)
+            with self._without_side_effects(params):
+                tape, found, level = self._together(function, given, records, params, way)
+                if torch.is_grad_enabled():  # a loop could read it before its backward pass
+                    level.check_survivors()
+                    level.as_left = Attributes(self.models).in_place
             level.check_survivors()
             return tape, found if bad is None else map_tensors(lambda v: _nan(v, bad), found)
 
@@ -339,7 +351,7 @@ class RecordFunction:
 
         def call(record: int) -> Any:
             own = {name: value[record] for name, value in copies.items()}
-            with self._calling(own, params), draws[record]():
+            with self._calling(own), self._without_side_effects(params), draws[record]():
                 return function(slice_records(batch, record))
 
         outputs = [map_tensors(_keep, call(i), otherwise=_none) for i in range(records)]
@@ -369,19 +381,20 @@ class RecordFunction:
         values = list(leaves.values())
         errors: list[Exception] = []
         without = 0  # a graph
-        with self._calling(None if params is None else leaves, params):
+        with self._calling(None if params is None else leaves):
             draws = _own_draws(batch, records)
             for record in range(records):
                 gradients: Sequence[Tensor] = [torch.zeros_like(value) for value in values]
                 loss = values[0].new_full((), torch.nan)
                 try:
-                    with draws[record]():
-                        loss = one(record)
-                    without += not loss.requires_grad
-                    if loss.requires_grad:
-                        gradients = torch.autograd.grad(
-                            loss, values, allow_unused=True, materialize_grads=True
-                        )
+                    with self._without_side_effects(params):
+                        with draws[record]():
+                            loss = one(record)
+                        without += not loss.requires_grad
+                        if loss.requires_grad:
+                            gradients = torch.autograd.grad(
+                                loss, values, allow_unused=True, materialize_grads=True
+                            )
                 except _NOT_OF_A_RECORD:
                     raise
                 except Exception as error:  # of this record's values; see `_raising`
@@ -391,7 +404,7 @@ class RecordFunction:
                 losses.append(loss.detach())
                 rows.append(gradients)
             if not losses[0].isnan():
-                with draws[0]():
+                with self._without_side_effects(params), draws[0]():
                     check_again(losses[0], one(0).detach())
                 figures.pop()
         if without == records >= _MOST_TO_BLAME:
@@ -408,20 +421,38 @@ class RecordFunction:
         return tape, found, {name: torch.stack([f[name] for f in figures]) for name in figures[0]}
 
     @contextmanager
-    def _calling(self, own: Mapping[str, Tensor] | None, params: Params | None) -> Iterator[None]:
-        """The modules outside of a level, perhaps with other weights, none of which may change."""
+    def _calling(self, own: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """The modules outside of a level, perhaps with other weights."""
         names = {id(value): name for name, value in self.trained.items()}
 
         def weight(_: str, value: Tensor) -> Tensor:
             return (own or {}).get(names.get(id(value), ""), value.detach())
 
         with ExitStack() as stack:
+            stack.enter_context(CountedData())
             for model in self.models:
-                stack.enter_context(forbid_side_effects(model, params or {}))
                 stack.enter_context(without_flattening(model.modules()))
                 if own is not None:
                     stack.enter_context(use_weights(model, weight))
             yield
+
+    @contextmanager
+    def _without_side_effects(self, params: Params | None) -> Iterator[None]:
+        """Around what one pass over records does, backwards too; says once what it puts back."""
+        with without_side_effects(self.models, params) as changed:
+            yield
+        if changed and not self._told:
+            self._told = True
+            named = {m: name for model in self.models for name, m in model.named_modules()}
+            where = {
+                ".".join(filter(None, (named.get(module), key.lstrip("_"))))
+                for module, key in changed
+            }
+            logging.getLogger("dpsur.engine").warning(
+                "dpsur: a step puts attributes of the model back to what they were before it, so "
+                "that nothing of a record reaches later steps: %s",
+                ", ".join(sorted(where)),
+            )
 
 
 def check_again(first: Tensor, again: Tensor) -> None:

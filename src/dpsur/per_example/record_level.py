@@ -20,7 +20,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -54,6 +54,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from dpsur.errors import CouplingError, UnsupportedModelError
+from dpsur.functional import problem
 from dpsur.functional.problem import every_module, use_weights, without_flattening
 from dpsur.functional.tree import map_tensors, tensors_of, with_tensors
 from dpsur.per_example.operations import OPERATION_RULES, PRODUCTS, Call, derive
@@ -83,6 +84,8 @@ class RecordLevel(TorchFunctionMode):
         self._members: list[dict[nn.Module, str]] = []  # of each model
         self.number = 0
         self._seen: list[weakref.ref[Tensor]] = []
+        # attributes as they have to be for checkpoints that run again
+        self.as_left: Callable[[], AbstractContextManager[None]] = nullcontext
 
     # --- entering and leaving --------------------------------------------------------------------
 
@@ -467,7 +470,7 @@ class RecordLevel(TorchFunctionMode):
 
         def inner(*values: Tensor) -> tuple[Tensor, ...]:
             nonlocal structure
-            with self._running(), self.tape.within(segment):
+            with self.as_left(), self._running(), self.tape.within(segment):
                 entered = [self.hide(v) if h else v for v, h in zip(values, hidden, strict=True)]
                 again_args, again_kwargs = with_tensors(arguments, entered)
                 found = function(*again_args, **again_kwargs)
@@ -767,6 +770,11 @@ def _requires_grad(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs:
     return level.tape.swaps_weights and get_unwrapped(value).requires_grad
 
 
+def _data(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    own = is_functorch_wrapped_tensor(args[0]) or level.tape.follows(args[0])
+    return NotImplemented if own else problem.call_counted(func, args, kwargs)
+
+
 # Operations that PyTorch batches wrongly (`tests/per_example/test_batching_rules.py`).
 _WRONG = frozenset(
     {
@@ -868,16 +876,12 @@ def _number(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -
     return func(*args, **kwargs)
 
 
-def squeezed(values: Tensor) -> Tensor:
-    """`squeeze()` as for several records, whose dimension stays: the first one of length 1."""
-    ones = [dim for dim, length in enumerate(values.shape) if length == 1]
-    return values.squeeze(ones[1:])
-
-
 def _squeeze(level: RecordLevel, _: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    if len(args) == 1 and not kwargs and level.holds(args[0]):
-        return squeezed(args[0])
-    return NotImplemented
+    """As for several records, whose dimension stays: the first one of length 1."""
+    if len(args) > 1 or kwargs or not level.holds(args[0]):
+        return NotImplemented
+    ones = [dim for dim, length in enumerate(args[0].shape) if length == 1]
+    return args[0].squeeze(ones[1:])
 
 
 # What they leave to the level, a trained weight among it, they answer by NotImplemented.
@@ -894,5 +898,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     F.scaled_dot_product_attention: _scaled_dot_product_attention,
     Tensor.requires_grad_: _require_grad,
+    Tensor.data.__get__: _data,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _data,  # type: ignore[attr-defined]
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
 }

@@ -56,6 +56,7 @@ def family(name: str) -> tuple[Callable[..., Callable[[Make], Make]], ...]:
 def all_programs() -> list[Program]:
     """Every program of every family."""
     from tests.oracle.programs import (  # noqa: F401
+        attributes,
         batches,
         hugging_face,
         layers,

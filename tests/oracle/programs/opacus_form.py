@@ -83,7 +83,6 @@ LIMITS = {
     ),
     "State in Python objects that a model keeps": (
         "state: number in a namespace",
-        "state: number in an attribute",
         "state: number behind a large vocabulary",
         "state: number used after many calls",
         "state: tensor in a cycle of objects",

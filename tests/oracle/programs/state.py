@@ -61,12 +61,12 @@ def keeper(keep, kept, **attributes):
     return trained(model)
 
 
-@coupled(TABLE, private_step=SURVIVES)
+@coupled(TABLE)
 def tensor_in_an_attribute():
     return keeper(lambda self, mean: setattr(self, "mean", mean), lambda self: self.mean, mean=None)
 
 
-@coupled(TABLE, private_step=SURVIVES)
+@coupled(TABLE)
 def tensor_in_a_list():
     return keeper(
         lambda self, mean: self.bank.append(mean),
@@ -75,7 +75,7 @@ def tensor_in_a_list():
     )
 
 
-@coupled(TABLE, private_step=SURVIVES)
+@coupled(TABLE)
 def tensor_in_a_dict():
     return keeper(
         lambda self, mean: self.cache.update(mean=mean),
@@ -110,7 +110,7 @@ def tensor_in_a_queue():
     return keeper(lambda self, mean: self.waiting.put(mean), kept, waiting=queue.Queue())
 
 
-@coupled(TABLE, private_step=SURVIVES)
+@coupled(TABLE)
 def tensor_in_a_deque():
     return keeper(
         lambda self, mean: self.bank.append(mean),
@@ -286,7 +286,7 @@ def losses_logged_in_a_list():
     return Setup(mlp(), loss)
 
 
-@coupled(TABLE, private_step=SURVIVES)
+@coupled(TABLE)
 def view_of_a_tensor_is_kept():
     return keeper(
         lambda self, mean: setattr(self, "mean", mean.expand(1, FEATURES)[:, :]),
@@ -295,7 +295,7 @@ def view_of_a_tensor_is_kept():
     )
 
 
-@coupled(TABLE, private_step=SURVIVES)
+@coupled(TABLE)
 def output_with_its_graph_is_kept():
     class Model(TwoLayers):
         last = None
@@ -390,7 +390,7 @@ def number_in_a_namespace():
     return trained(Model())
 
 
-@coupled(TABLE, private_step=refused())
+@coupled(TABLE)
 def number_in_an_attribute():
     class Model(TwoLayers):
         mean = 0.0
@@ -647,7 +647,7 @@ def running_statistics_of_instance_norm():
     return Setup(model, loss)
 
 
-@coupled(TEXTS, private_step=SURVIVES)
+@coupled(TEXTS)
 def hidden_state_between_batches():
     """Truncated backpropagation through time."""
 
