@@ -7,6 +7,8 @@ seen by the record level as calls of torch functions:
   gradients are carried back to the parameters after the backward pass;
 - an operation on a parameter and on records has a rule below, or else works on a copy of the
   parameter for each record.
+
+At the end are those that the record level treats apart, whatever they are given.
 """
 
 from collections.abc import Callable
@@ -182,3 +184,39 @@ OPERATION_RULES: dict[Any, Callable[..., Any]] = PRODUCTS | {
     F.group_norm: group_norm_map,
     F.rms_norm: rms_norm_map,
 }
+
+
+# Operations that PyTorch batches wrongly (`tests/per_example/test_batching_rules.py`).
+WRONG = frozenset(
+    {
+        torch.select_scatter,
+        Tensor.select_scatter,
+        torch.index_fill,
+        Tensor.index_fill,
+        Tensor.index_fill_,
+        Tensor.resize_,
+        Tensor.resize_as_,
+        getattr(F, "linear_cross_entropy", None),
+    }
+) - {None}
+
+# What makes a tensor without writing to it.
+EMPTY = frozenset(
+    {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
+)
+
+# What makes a tensor that code may write into.
+FACTORIES = EMPTY | frozenset(
+    {
+        torch.zeros,
+        torch.ones,
+        torch.full,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        Tensor.new_zeros,
+        Tensor.new_ones,
+        Tensor.new_full,
+        Tensor.clone,
+    }
+)

@@ -57,7 +57,15 @@ from dpsur.errors import CouplingError, UnsupportedModelError
 from dpsur.functional import problem
 from dpsur.functional.problem import every_module, use_weights, without_flattening
 from dpsur.functional.tree import map_tensors, tensors_of, with_tensors
-from dpsur.per_example.operations import OPERATION_RULES, PRODUCTS, Call, derive
+from dpsur.per_example.operations import (
+    EMPTY,
+    FACTORIES,
+    OPERATION_RULES,
+    PRODUCTS,
+    WRONG,
+    Call,
+    derive,
+)
 from dpsur.per_example.rules import RULES, kind_of, layer_fault
 from dpsur.per_example.tape import Layout, NotSupportedError, Segment, Tape
 
@@ -303,7 +311,7 @@ class RecordLevel(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if func in _WRONG or _is_custom(func):
+        if func in WRONG or _is_custom(func):
             raise NotSupportedError(
                 f"PyTorch has no batching rule for {func} that can be relied on"
             )
@@ -315,7 +323,7 @@ class RecordLevel(TorchFunctionMode):
             found = self._by_rule(func, args, kwargs)
         if found is not NotImplemented:
             pass
-        elif self._own_tensors and func in _FACTORIES and self._on_top():
+        elif self._own_tensors and func in FACTORIES and self._on_top():
             if func is Tensor.clone and torch.is_grad_enabled():
                 args = (self._copy(args[0]), *args[1:])
             found = self._for_each_record(func(*args, **kwargs))
@@ -325,7 +333,7 @@ class RecordLevel(TorchFunctionMode):
             raise NotSupportedError("a transform of torch.func over trained weights")
         else:
             found = func(*args, **kwargs)
-        if func in _EMPTY:
+        if func in EMPTY:
             with torch.no_grad():
                 found.zero_()  # it could hold what other records have left
         self._note(found)
@@ -773,42 +781,6 @@ def _requires_grad(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs:
 def _data(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     own = is_functorch_wrapped_tensor(args[0]) or level.tape.follows(args[0])
     return NotImplemented if own else problem.call_counted(func, args, kwargs)
-
-
-# Operations that PyTorch batches wrongly (`tests/per_example/test_batching_rules.py`).
-_WRONG = frozenset(
-    {
-        torch.select_scatter,
-        Tensor.select_scatter,
-        torch.index_fill,
-        Tensor.index_fill,
-        Tensor.index_fill_,
-        Tensor.resize_,
-        Tensor.resize_as_,
-        getattr(F, "linear_cross_entropy", None),
-    }
-) - {None}
-
-# What makes a tensor without writing to it.
-_EMPTY = frozenset(
-    {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
-)
-
-# What makes a tensor that code may write into.
-_FACTORIES = _EMPTY | frozenset(
-    {
-        torch.zeros,
-        torch.ones,
-        torch.full,
-        torch.zeros_like,
-        torch.ones_like,
-        torch.full_like,
-        Tensor.new_zeros,
-        Tensor.new_ones,
-        Tensor.new_full,
-        Tensor.clone,
-    }
-)
 
 
 def _cross_entropy(
