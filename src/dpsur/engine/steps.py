@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, update_wrapper
 from typing import Any, Self, cast
