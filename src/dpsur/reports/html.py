@@ -74,7 +74,6 @@ class TestResult:
     task: str
     records: int
     scores: Mapping[str, float]
-    names: Sequence[str] | None = None  # of the classes
     confusion: Sequence[Sequence[int]] | None = None  # rows are true classes
 
 
@@ -134,7 +133,7 @@ def read_report(
             target = torch.device("cpu") if device is None else device
             model = model.to(target).eval()
             check_fits(model, records, loss, name)
-            test = test_result(model, loss, records.to(target), name, class_names(statement))
+            test = _tested(model, loss, records.to(target), name)
             engine = str(explain(model, records.part(slice(2)).to(target).inputs))
         except DpsurError as error:
             if task is not None:
@@ -162,18 +161,7 @@ def read_report(
     )
 
 
-def class_names(statement: Mapping[str, Any]) -> Sequence[str] | None:
-    (column, *more) = statement["public"].get("schema", {}).get("target", {"": {}}).values()
-    return None if more or "values" not in column else [str(name) for name in column["values"]]
-
-
-def test_result(
-    model: torch.nn.Module,
-    loss: Any,
-    test: Examples,
-    task: str,
-    names: Sequence[str] | None,
-) -> TestResult:
+def _tested(model: torch.nn.Module, loss: Any, test: Examples, task: str) -> TestResult:
     problem = Problem(model, loss, test)
     scores = evaluate(problem, problem.initial_params(), test)
     confusion = None
@@ -186,7 +174,7 @@ def test_result(
             pairs = test.targets.long() * classes + outputs.argmax(1)
             counts = torch.bincount(pairs.flatten(), minlength=classes**2)
             confusion = counts.view(classes, classes).tolist()
-    return TestResult(task, len(test), scores, names, confusion)
+    return TestResult(task, len(test), scores, confusion)
 
 
 # Epsilons on the scale, and the ends of the scale.
@@ -570,11 +558,15 @@ def _test(contents: ReportContents) -> str:
     table = _table([tested, *shown_scores(test.scores)])
     warning = objection(test.scores)
     note = "" if warning is None else f"<p><strong>Warning:</strong> {_text(warning)}.</p>"
-    matrix = "" if test.confusion is None else _confusion(test.confusion, test.names)
+    (column, *more) = (
+        contents.statement["public"].get("schema", {}).get("target", {"": {}}).values()
+    )
+    names = None if more else column.get("values")
+    matrix = "" if test.confusion is None else _confusion(test.confusion, names)
     return section("Public test set", note, table, matrix)
 
 
-def _confusion(counts: Sequence[Sequence[int]], known: Sequence[str] | None) -> str:
+def _confusion(counts: Sequence[Sequence[int]], known: Sequence[Any] | None) -> str:
     """A matrix of counts, the larger the darker. Rows are true classes."""
     names = [_text(name) for name in known or range(len(counts))]
     head = "".join(f"<th>{name}</th>" for name in names)
