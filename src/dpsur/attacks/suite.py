@@ -298,7 +298,6 @@ def _log_density(values: Array, mean: Array, deviation: Array) -> Array:
     return np.asarray(-0.5 * ((values - mean) / deviation) ** 2 - np.log(deviation))
 
 
-GAMMA = 1.0
 # Offline, models that know the record are not there; their likelihood is taken as a line through
 # that of the models that do not: p_in = a p_out + (1 - a).
 OFFLINE_SLOPE = 0.3
@@ -328,10 +327,10 @@ def relative_likelihood(target: Tensor, shadows: Tensor, member: Tensor, *, onli
     return target / (0.5 * (inside + outside))
 
 
-def rmia_scores(records: Tensor, population: Tensor, gamma: float = GAMMA) -> Array:
-    """Share of the population whose relative likelihood is at least gamma times smaller."""
+def rmia_scores(records: Tensor, population: Tensor) -> Array:
+    """Share of the population whose relative likelihood is at most as large."""
     ordered = torch.sort(population).values
-    below = torch.searchsorted(ordered, records / gamma, right=True)
+    below = torch.searchsorted(ordered, records, right=True)
     # ties of saturated shares are broken by the likelihood itself, which orders them the same way
     share = below.double() / len(ordered)
     tie_break = 1e-6 * torch.sigmoid(records.log())

@@ -92,7 +92,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
         help=f"names separated by commas, or all (default: {','.join(WITHOUT_TRAINING)})",
     )
     parser.add_argument("--release", metavar="DIR", help="attack a release instead of a new target")
-    add_data_options(parser, persons=True)
+    add_data_options(parser)
     parser.add_argument(
         "--records-per-person", type=int, metavar="K", help="of private targets (default: 16)"
     )
@@ -284,7 +284,7 @@ def set_up_audit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of draws and coins (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     one = parser.add_argument_group("the training")
-    add_data_options(one, persons=True)
+    add_data_options(one)
     one.add_argument("--method", default="dpsgd", help=f"one of: {', '.join(METHODS)}")
     one.add_argument("--epsilon", type=float, default=4.0, help="claimed (default: 4)")
     one.add_argument("--delta", type=float, default=1e-5, help="default: 1e-5")

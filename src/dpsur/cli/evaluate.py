@@ -111,7 +111,7 @@ def _test(folder: str, options: argparse.Namespace) -> _Tested:
         raise InvalidInputError(
             f"{folder} names no task to test on; name it with --task, such as npz:FILE or csv:FILE"
         )
-    test, loss = load_test_records(name, options.data_dir, options.schema, statement.get("public"))
+    test, loss = load_test_records(name, options.data_dir, options.schema, statement["public"])
     model = model.to(device)
     check_fits(model, test, loss, name)
     test = test.to(device)

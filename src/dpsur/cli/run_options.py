@@ -45,15 +45,12 @@ def add_run_options(parser: argparse.ArgumentParser, groups: Iterable[str]) -> N
                 parser.show_in_full_help(action)
 
 
-def add_data_options(
-    parser: argparse._ArgumentGroup | argparse.ArgumentParser, *, persons: bool = False
-) -> None:
+def add_data_options(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
     """Add `--task` and what can be declared about your records, and whose they are."""
     parser.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
     for found in declared(Declared).values():
-        if found.name != "group_by" or persons:
-            kind, metavar = found.kind, found.field.metadata["metavar"]
-            parser.add_argument(found.flag, type=kind, metavar=metavar, help=found.help)
+        metavar = found.field.metadata["metavar"]
+        parser.add_argument(found.flag, type=found.kind, metavar=metavar, help=found.help)
 
 
 def _run_help(found: Option, defaults: RunConfig) -> str:

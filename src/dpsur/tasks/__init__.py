@@ -62,10 +62,7 @@ def _unknown(name: str) -> str:
 
 
 def load_test_records(
-    name: str,
-    data_dir: Path | None,
-    schema: Any = None,
-    public: Mapping[str, Any] | None = None,
+    name: str, data_dir: Path | None, schema: Any, public: Mapping[str, Any]
 ) -> tuple[Examples, LossFunction]:
     """The public test records of a task, and its loss. An npz file needs no declared classes.
 
@@ -73,14 +70,13 @@ def load_test_records(
     of a folder are tested on. Of a table, the test part that the file `schema` declares; without
     that file all records, by the schema in `public`.
     """
-    known = public or {}
     loss: LossFunction = F.cross_entropy
     if name.startswith(IMAGES):
-        return images_to_test(name, known), loss
+        return images_to_test(name, public), loss
     if name.startswith(NPZ):
         test = npz_test_records(name)
-    elif name.startswith(PREFIXES) and schema is None and "schema" in known:
-        released = Schema.from_json(known["schema"])
+    elif name.startswith(PREFIXES) and schema is None and "schema" in public:
+        released = Schema.from_json(public["schema"])
         return read_table(named_file(name), released), released.loss
     else:
         task = task_named(name, Declared(schema=schema) if name.startswith(PREFIXES) else NOTHING)
