@@ -30,7 +30,7 @@ from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.gaussian import Batch
 from dpsur.mechanism.proposer import DpGradient
 from dpsur.mechanism.streams import BATCH, Stream, Streams
-from dpsur.mechanism.trial import LossRule, mean_losses, run_loop, start, train
+from dpsur.mechanism.trial import LossRule, mean_losses, start
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import clipped_sum, record_function
 from dpsur.privacy.accountants import pld
@@ -42,6 +42,7 @@ from dpsur.runs import input_features
 from dpsur.runs import session as building
 from dpsur.runs import validation as losses
 from dpsur.runs.input_features import InputFeatures, compute_inputs
+from reproduction.loops import run_loop, train
 from tests.conftest import blobs, small_model, stream
 from tests.plans import spent
 from tests.statistics import assert_frequency, assert_standard_deviation

@@ -15,7 +15,7 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.state import Procedure, Verdict
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import Progress, train
+from dpsur.mechanism.trial import Progress
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.privacy.accounting import accounting_named
@@ -26,6 +26,7 @@ from dpsur.privacy.planning import repeated_plan
 from reproduction.audits.negative_controls import Fault
 from reproduction.audits.repetitions import CHOICE_SHARE, epsilon_lower_bound
 from reproduction.audits.worst_case_problems import OneWeight
+from reproduction.loops import train
 
 DELTA = 0.01
 BINS = 16

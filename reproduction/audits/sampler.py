@@ -14,7 +14,7 @@ from torch import Tensor
 from dpsur.mechanism import gaussian
 from dpsur.mechanism.state import Candidate, Procedure, State, Verdict
 from dpsur.mechanism.streams import Draws, Stream, Streams
-from dpsur.mechanism.trial import make_rule, train
+from dpsur.mechanism.trial import make_rule
 from dpsur.methods import Dpsur
 from dpsur.per_example import ClippedSum
 from dpsur.privacy.budget import Budget
@@ -22,6 +22,7 @@ from dpsur.privacy.events import Event, Step
 from dpsur.privacy.plan import trial_cap
 from dpsur.privacy.planning import repeated_plan
 from reproduction.audits.worst_case_problems import Unit
+from reproduction.loops import train
 
 BLOCK = 200_000
 _CLIP = 1.0

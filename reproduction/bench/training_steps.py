@@ -11,8 +11,8 @@ from dpsur import PrivacyEngine
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import tensors_of
 from dpsur.mechanism.captured_batches import capture_obstacle
-from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
-from dpsur.mechanism.trial import EagerLoop, Loop
+from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop, Loop
+from dpsur.mechanism.trial import EagerLoop
 from dpsur.methods.dpsgd import Dpsgd, Dpsur
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.privacy.budget import Budget

@@ -18,10 +18,11 @@ import dpsur
 from dpsur.config import RunConfig
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import map_tensors
+from dpsur.mechanism.cuda_graph_loop import Loop
 from dpsur.mechanism.proposer import DpGradient, GradientProposer
-from dpsur.mechanism.state import State
+from dpsur.mechanism.state import State, Verdict
 from dpsur.mechanism.streams import BATCH
-from dpsur.mechanism.trial import EagerLoop, Loop, Progress, Selective, trial
+from dpsur.mechanism.trial import EagerLoop, Progress, Selective, trial
 from dpsur.runs.checkpoint import load_positions
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import execute
@@ -67,28 +68,24 @@ class Dishonest(Session):
 
     def loop(self, progress: Progress) -> Loop:
         """One trial at a time, some of them dishonest."""
-        honest = super().loop(progress)
-        assert isinstance(honest, EagerLoop)
-        return DishonestLoop(self, honest)
+        return DishonestLoop(self, progress)
 
 
-class DishonestLoop:
+class DishonestLoop(EagerLoop):
     """An honest loop, but for the steps that were planted."""
 
-    def __init__(self, session: Dishonest, honest: EagerLoop) -> None:
-        self._session, self._honest = session, honest
+    def __init__(self, session: Dishonest, progress: Progress) -> None:
+        super().__init__(session.procedure, session.plan, session.streams, progress, owned=True)
+        self._session = session
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._honest, name)
-
-    def collect(self) -> Any:
+    def collect(self) -> list[Verdict]:
         """One step; a planted one ends in a state that an honest step would not have given."""
-        before, session = self._honest.progress, self._session
+        before, session = self.progress, self._session
         if before.ledger.kept + 1 not in session.planted:
-            return self._honest.collect()
+            return super().collect()
         begun = _copy(before.state)
-        made = self._honest.collect()  # charged as an honest step is
-        self._honest._state = FRAUDS[session.fraud](session, begun, self._honest.progress)
+        made = super().collect()  # charged as an honest step is
+        self._state = FRAUDS[session.fraud](session, begun, self.progress)
         return made
 
 

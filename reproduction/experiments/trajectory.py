@@ -16,13 +16,14 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.mechanism.state import Verdict
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import Progress, train
+from dpsur.mechanism.trial import Progress
 from dpsur.methods import Dpsgd, Dpsur, Method
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import SampledGaussian
 from dpsur.privacy.plan import Plan
 from reproduction.artifacts import Artifact, Column, Picture, Table, table_page
 from reproduction.base import Cell, OneByOne, Options, Row
+from reproduction.loops import train
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -26,10 +26,10 @@ from dpsur.functional.records import Examples
 from dpsur.mechanism import gaussian
 from dpsur.mechanism.gaussian import Batch
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import train
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import execute
 from dpsur.runs.session import build_session
+from reproduction.loops import train
 from tests.methods.problems import BUDGET
 
 CPU = torch.device("cpu")

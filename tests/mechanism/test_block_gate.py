@@ -32,7 +32,7 @@ from dpsur.mechanism.rate_search import (
     next_exponent,
 )
 from dpsur.mechanism.streams import NOISE, VAL_NOISE, Draws, Stream, Streams
-from dpsur.mechanism.trial import has_next, make_trial, start, train
+from dpsur.mechanism.trial import has_next, make_trial, start
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.accountants.rdp import sampled_gaussian_rdp
@@ -40,6 +40,7 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import cheapest_test
+from reproduction.loops import train
 from reproduction.methods import Dpis
 from reproduction.methods.dpis import ImportanceProposer
 from tests.conftest import blobs, small_model

@@ -27,12 +27,13 @@ from dpsur.mechanism.captured_batches import CapturedBatches, capture_obstacle
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.streams import BATCH, VAL_BATCH, Streams
-from dpsur.mechanism.trial import Progress, make_trial, run_loop, start, train
+from dpsur.mechanism.trial import Progress, make_trial, start
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import EngineReport
 from dpsur.privacy.budget import Budget
 from dpsur.runs.data import as_examples
 from dpsur.runs.session import Session
+from reproduction.loops import run_loop, train
 from reproduction.methods import Dpagd
 from tests.conftest import StopAt, blobs, small_model
 
@@ -279,7 +280,7 @@ class Zeros(Dataset):
 
 INTERRUPTED = """
 import sys
-from dpsur.mechanism.trial import run_loop
+from reproduction.loops import run_loop
 from dpsur.runs.data import as_examples
 from tests.mechanism.test_captured_batches import DPSGD, Zeros, bound, captured
 procedure, plan = bound(DPSGD, as_examples(Zeros(), "train_set", workers=2))

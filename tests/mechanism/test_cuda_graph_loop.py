@@ -15,10 +15,11 @@ from dpsur.mechanism import gaussian as sampling
 from dpsur.mechanism.captured_batches import CapturedBatches
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.streams import BATCH, Streams
-from dpsur.mechanism.trial import has_next, make_trial, run_loop, start, train
+from dpsur.mechanism.trial import has_next, make_trial, start
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import clipped_sum, draws_randomness
 from dpsur.privacy.budget import Budget
+from reproduction.loops import run_loop, train
 from reproduction.methods import Dpagd
 from reproduction.methods.dpagd import AdaptiveSteps
 from tests.conftest import blobs, small_model

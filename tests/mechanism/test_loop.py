@@ -10,12 +10,13 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.tree import flatten
 from dpsur.mechanism.state import OptimizerState, State
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import Selective, keep, train
+from dpsur.mechanism.trial import Selective, keep
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.accounting import KEEP_MOMENTUM, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.privacy.planning import repeated_plan
+from reproduction.loops import train
 from tests.conftest import blobs, small_model
 from tests.plans import spent
 

@@ -22,19 +22,12 @@ from dpsur.mechanism.captured_batches import CapturedBatches
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.proposer import Sgd
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import (
-    EagerLoop,
-    make_trial,
-    own,
-    run_loop,
-    start,
-    train,
-    updates_in_place,
-)
+from dpsur.mechanism.trial import EagerLoop, make_trial, own, start, updates_in_place
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.per_example import engine_report, record_level
 from dpsur.privacy.budget import Budget
 from reproduction.bench.basic_arms import Cell
+from reproduction.loops import run_loop, train
 from tests.conftest import blobs, small_model
 
 CPU = torch.device("cpu")

@@ -15,10 +15,11 @@ from dpsur.functional.records import Examples
 from dpsur.mechanism import gaussian, proposer
 from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import make_trial, start, train
+from dpsur.mechanism.trial import make_trial, start
 from dpsur.privacy.accountants.proven import event_divergence
 from dpsur.privacy.events import NoisyChoice, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
+from reproduction.loops import train
 from reproduction.methods import Dpagd, dpagd
 from reproduction.methods.dpagd import AdaptiveSteps, exponential_mechanism
 from tests.conftest import stream

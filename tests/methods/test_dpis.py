@@ -17,7 +17,7 @@ from dpsur.mechanism import gaussian, proposer, streams
 from dpsur.mechanism.gaussian import exact_batch
 from dpsur.mechanism.state import State
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import Selective, make_trial, start, train
+from dpsur.mechanism.trial import Selective, make_trial, start
 from dpsur.per_example import clipped_norms, clipped_sum
 from dpsur.per_example import contributions as factors
 from dpsur.per_example.clipping import strategy_for
@@ -27,6 +27,7 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Menu, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import Request, make_plan
+from reproduction.loops import train
 from reproduction.methods import Dpis, dpis
 from reproduction.methods.dpis import ImportanceGradient, price_of_an_update
 from tests.conftest import blobs, small_model

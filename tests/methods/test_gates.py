@@ -5,11 +5,12 @@ import torch
 
 import dpsur
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import make_trial, start, train
+from dpsur.mechanism.trial import make_trial, start
 from dpsur.methods import gradient_method
 from dpsur.privacy.events import CoinTest, LossTest, SampledGaussian, Trial
 from dpsur.runs.verification import verify
 from reproduction import methods
+from reproduction.loops import train
 from tests.methods.problems import BUDGET, NOISE, SIZE, STEPS, assert_same, bound, fit
 from tests.methods.test_contract import own_cache  # noqa: F401
 

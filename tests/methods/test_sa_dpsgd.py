@@ -10,7 +10,8 @@ from scipy.special import erfcx, ndtr
 
 from dpsur.errors import InvalidInputError
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import LossRule, make_trial, start, train
+from dpsur.mechanism.trial import LossRule, make_trial, start
+from reproduction.loops import train
 from reproduction.methods import SaDpsgd
 from reproduction.methods.sa_dpsgd import AnnealingGate, CountingProposer
 from tests.methods.problems import BUDGET, CPU, NOISE, SIZE, TESTED, bound

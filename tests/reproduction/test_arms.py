@@ -15,13 +15,14 @@ from dpsur.functional.records import Examples
 from dpsur.functional.tree import flatten
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import make_trial, run_loop, start, train
+from dpsur.mechanism.trial import make_trial, start
 from dpsur.methods import METHODS, Dpsur
 from dpsur.privacy.accountants.rdp import composed_epsilon
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Gaussian, Ledger, LossTest, SampledGaussian, Trial
 from dpsur.privacy.planning import repeated_plan
 from reproduction.arms import ARMS, HF_PUBLISHED, METHOD_ARMS
+from reproduction.loops import run_loop, train
 from reproduction.released_code import (
     NO_LOSS,
     FirstRejectionsKept,

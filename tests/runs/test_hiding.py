@@ -14,13 +14,14 @@ from dpsur.functional.problem import Problem
 from dpsur.mechanism import gaussian as sampling
 from dpsur.mechanism.state import Verdict
 from dpsur.mechanism.streams import Streams
-from dpsur.mechanism.trial import Progress, train
+from dpsur.mechanism.trial import Progress
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Ledger, LossTest, SampledGaussian, Trial
 from dpsur.privacy.planning import repeated_plan
 from dpsur.runs.observers import RandomDelays
 from dpsur.runs.session import Session
 from dpsur.runs.verification import verify
+from reproduction.loops import train
 from tests.conftest import StopAt, blobs, small_model
 
 UPDATES = 12

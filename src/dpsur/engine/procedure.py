@@ -48,7 +48,7 @@ from dpsur.mechanism.gates import (
     check_tested,
     measured_blocks,
 )
-from dpsur.mechanism.rate_search import RateRule, search_blocks, search_starts
+from dpsur.mechanism.rate_search import RateRule, search_blocks
 from dpsur.mechanism.state import Procedure
 from dpsur.mechanism.trial import AlwaysAccept, Selective, make_rule
 from dpsur.per_example.model_check import refuse_complex
@@ -500,15 +500,9 @@ def _rule_of(gate: BlockGate, optimizer: Optimizer, max_grad_norm: float | None)
             "norm, by which gradients are scaled; give make_private max_grad_norm=..."
         )
     norm = FIRST_CLIP_NORM if max_grad_norm is None else max_grad_norm
-    starts = search_starts(
-        scale_free=scale_free,
-        momentum=momentum,
-        learning_rate=gate.learning_rate,
-        max_grad_norm=norm,
-    )
     return RateRule(
         norm,
-        starts,
+        gate.learning_rate,
         schedule=gate.schedule or "linear",
         clip_by_median=max_grad_norm is None,
         scale_free=scale_free,

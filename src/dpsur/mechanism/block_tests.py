@@ -44,19 +44,16 @@ class Tests(Protocol):
     @property
     def records(self) -> int:
         """The size of the data set."""
-        ...
 
     @property
     def classes(self) -> int:
         """How many classes the model tells apart; 0 if it is no classifier."""
-        ...
 
     def total(self, quantity: str, state: State, draws: Draws) -> Tensor:
         """The sum of a quantity over all records, or a Poisson sample of them, on all ranks.
 
         Each record adds a row that depends on that record alone, of L2 norm at most 1.
         """
-        ...
 
 
 def noisy_sum(

@@ -69,19 +69,15 @@ class Updates(Proposer, Protocol):
     @property
     def source(self) -> GradientSource:
         """Where gradients come from."""
-        ...
 
     def at_rate(self, schedule: Callable[[Tensor], Tensor], max_grad_norm: Tensor) -> Self:
         """The same with another learning rate and clipping norm."""
-        ...
 
     def reserve(self, state: State, names: Sequence[str]) -> State:
         """A state with places for saved weights, so that checkpoints always hold the same."""
-        ...
 
     def save(self, state: State, name: str) -> State:
         """Keep the weights at hand under a name."""
-        ...
 
     def restore(self, state: State, name: str, add: Sequence[tuple[str, float]] = ()) -> State:
         """Go back to saved weights, with an optimizer at rest.
@@ -89,11 +85,9 @@ class Updates(Proposer, Protocol):
         For every name and factor in `add`, the way from the first weights to the saved ones is
         added, times the factor.
         """
-        ...
 
     def squared_distance(self, state: State) -> tuple[float, int]:
         """How far the weights are from the first ones, and how many there are."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from dpsur.mechanism.state import Procedure, Verdict
 from dpsur.mechanism.streams import Streams
 from dpsur.mechanism.trial import (
     HALF_UPDATED,
+    EagerLoop,
     Progress,
     has_next,
     make_trial,
@@ -92,12 +93,18 @@ class CudaGraphLoop:
 
     @property
     def progress(self) -> Progress:
+        """Where the run stands after the last block.
+
+        The next block may overwrite its tensors: copy what is to be kept. Raises
+        NothingReleasedError while they are being overwritten, or if that has failed.
+        """
         if self._in_flight:
             raise NothingReleasedError(HALF_UPDATED)
         return self._progress
 
     @property
     def finished(self) -> bool:
+        """Whether the plan affords no further trial."""
         return not self._in_flight and not has_next(self._procedure, self._plan, self._progress)
 
     @property
@@ -136,11 +143,13 @@ class CudaGraphLoop:
         self._launched = len(replays)
 
     def collect(self) -> list[Verdict]:
+        """Wait for the block, record it in the ledger, and return its verdicts."""
         verdicts = self._recorded() if self._launched else [self._exactly()]
         self._in_flight = False
         return verdicts
 
     def close(self) -> None:
+        """Stop what is done in the background, at the end of a run or after an error."""
         self._batches.close()
 
     def _recorded(self) -> list[Verdict]:
@@ -260,3 +269,6 @@ class CudaGraphLoop:
             )
         place = (self._trials - self._first).clamp(max=len(self._rows) - 1)
         self._rows.index_copy_(0, place.reshape(1), row.reshape(1, -1))
+
+
+Loop = EagerLoop | CudaGraphLoop

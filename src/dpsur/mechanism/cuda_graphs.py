@@ -161,7 +161,13 @@ def run_concurrently(
     """
     if device.type != "cuda":
         return one(), other()
-    current, companion = torch.cuda.current_stream(device), _companion(device)
+    current = torch.cuda.current_stream(device)
+    # The stream beside it has priority: this one has more to do. Streams are lent from one store
+    # for each priority, in turn. So a companion is never the stream of another graph, whose scratch
+    # memory it would share.
+    if current not in _companions:
+        _companions[current] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    companion = _companions[current]
     # What `one` leaves to be freed is taken again only by work of the companion, and that waits
     # here for all that came before it. So no memory has to be watched across the two streams.
     companion.wait_stream(current)
@@ -172,15 +178,3 @@ def run_concurrently(
     finally:  # a capture that ends with its companion still out would hide the error behind it
         current.wait_stream(companion)
     return first, second
-
-
-def _companion(device: torch.device) -> torch.cuda.Stream:
-    """The stream beside the current one. It has priority: the other one has more to do.
-
-    Streams are lent from one store for each priority, in turn. So a companion is never the stream
-    of another graph, whose scratch memory it would share.
-    """
-    current = torch.cuda.current_stream(device)
-    if current not in _companions:
-        _companions[current] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    return _companions[current]

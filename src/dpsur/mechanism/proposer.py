@@ -36,13 +36,11 @@ class Optimizer(Protocol):
 
     def init(self, params: Params) -> OptimizerState:
         """Buffers before the first step."""
-        ...
 
     def step(
         self, params: Params, gradient: Params, state: OptimizerState, learning_rate: Tensor
     ) -> tuple[Params, OptimizerState]:
         """Weights and buffers after one step."""
-        ...
 
 
 def _count(params: Params) -> Tensor:
@@ -281,14 +279,15 @@ class GradientProposer:
         )
 
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
-        gradient = self.source.gradient(state, draws)
+        return Candidate(self._after(state, self.source.gradient(state, draws), position))
+
+    def _after(self, state: State, gradient: Params, position: Tensor) -> State:
         params, optimizer = self.optimizer.step(
             state.params, gradient, state.optimizer, self.schedule(position)
         )
         updates = state.updates + 1
         average = update_average(self.average, state.average, params, updates)
-        after = replace(state, params=params, optimizer=optimizer, updates=updates, average=average)
-        return Candidate(after)
+        return replace(state, params=params, optimizer=optimizer, updates=updates, average=average)
 
     def update_in_place(
         self, state: State, draws: Draws, position: Tensor, active: Tensor | None
@@ -300,28 +299,24 @@ class GradientProposer:
         fails: it may be half updated.
         """
         gradient = self.source.gradient(state, draws)
-        rate, updates = self.schedule(position), state.updates + 1
         most = _AT_ONCE.get(state.updates.device.type, _AT_ONCE_ELSEWHERE)
         small = sum(value.numel() for value in gradient.values()) <= most
         if small and len({value.dtype for value in gradient.values()}) == 1:
             gradient = from_vector(to_vector(gradient, state.params), state.params)
-        buffers, average = state.optimizer.buffers, state.average
-        together = [state.params, gradient, *buffers.values()]
-        together += [] if average is None else [average]
-        step = state.optimizer.step
-        for params, slope, *others in parts(*together, most=most):
-            held = {name: {"": value} for name, value in zip(buffers, others, strict=False)}
-            moved, optimizer = self.optimizer.step(
-                {"": params}, {"": slope}, OptimizerState(step, held), rate
-            )
-            if average is not None:
-                after = update_average(self.average, {"": others[-1]}, moved, updates)
-                _write(others[-1], others[-1] if after is None else after[""], active)
-            _write(params, moved[""], active)
-            for name, buffer in held.items():
-                _write(buffer[""], optimizer.buffers[name][""], active)
+        buffers, step = state.optimizer.buffers, state.optimizer.step
+        together = [gradient, state.params, *buffers.values()]
+        together += [] if state.average is None else [state.average]
+        for slope, *places in parts(*together, most=most):
+            params, *others = ({"": place} for place in places)
+            held = OptimizerState(step, dict(zip(buffers, others, strict=False)))
+            average = None if state.average is None else others[-1]
+            after = self._after(State(params, held, state.updates, average), {"": slope}, position)
+            found = [after.params, *(after.optimizer.buffers[n] for n in buffers), after.average]
+            for place, new in zip(places, found, strict=False):
+                assert new is not None
+                _write(place, new[""], active)
         _write(step, step + 1, active)
-        _write(state.updates, updates, active)
+        _write(state.updates, state.updates + 1, active)
 
     def at_rate(self, schedule: Callable[[Tensor], Tensor], max_grad_norm: Tensor) -> Self:
         return replace(self, schedule=schedule, source=self.source.with_clip_norm(max_grad_norm))

@@ -175,21 +175,6 @@ def end_of(block: int) -> str:
     return f"{BLOCK} {block + 1}"
 
 
-def search_starts(
-    *,
-    scale_free: bool,
-    momentum: float = 0.0,
-    learning_rate: float | None = None,
-    max_grad_norm: float = 1.0,
-) -> tuple[float, ...]:
-    """Where the search starts: by rule, and at a learning rate that was given, as exponents."""
-    by_rule = FIRST_ADAM_RATE if scale_free else FIRST_PRODUCT * (1 - momentum)
-    if learning_rate is None:
-        return (math.log2(by_rule),)
-    given = learning_rate if scale_free else learning_rate * max_grad_norm
-    return math.log2(by_rule), math.log2(given)
-
-
 def search_blocks(
     updates: int,
     starts: int,
@@ -209,18 +194,29 @@ def search_blocks(
 class RateRule:
     """The settings of a search, which are fixed before the run.
 
-    `starts` are where the search starts and, if a learning rate is given, what its last block tries
-    (a bad one costs that block and nothing else): log2 of rate times clipping norm, or of the rate
-    where gradients are rescaled anyway (`scale_free`, Adam). `momentum` is that of the optimizer.
-    `length_power` says how fast the best rate falls with the length of a block where noise
-    dominates, and `head_start` whether the last block starts from where the short ones went.
+    A `learning_rate` is tried by the last block of the search; a bad one costs that block and
+    nothing else. Gradients may be rescaled anyway (`scale_free`, Adam), and `momentum` is that of
+    the optimizer. `length_power` says how fast the best rate falls with the length of a block where
+    noise dominates, and `head_start` whether the last block starts from where the short ones went.
     """
 
     max_grad_norm: float
-    starts: tuple[float, ...]
+    learning_rate: float | None = None
     schedule: str = "linear"
     clip_by_median: bool = True
     scale_free: bool = False
     momentum: float = 0.0
     length_power: float = LENGTH_POWER
     head_start: bool = True
+
+    @property
+    def starts(self) -> tuple[float, ...]:
+        """Where the search starts, and the rate that was given, as exponents.
+
+        They are log2 of rate times clipping norm, or of the rate where gradients are rescaled.
+        """
+        by_rule = FIRST_ADAM_RATE if self.scale_free else FIRST_PRODUCT * (1 - self.momentum)
+        if self.learning_rate is None:
+            return (math.log2(by_rule),)
+        given = self.learning_rate * (1.0 if self.scale_free else self.max_grad_norm)
+        return math.log2(by_rule), math.log2(given)

@@ -85,19 +85,15 @@ class Proposer(Protocol):
 
         It may depend on released values only, so that asking for it costs nothing.
         """
-        ...
 
     def initial_state(self) -> State:
         """The state before the first trial."""
-        ...
 
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
         """Draw a candidate; `position` is where its schedules stand."""
-        ...
 
     def padded(self) -> Self | None:
         """The same with batches of static shape, or None if it must see exact ones."""
-        ...
 
 
 class Gate(Protocol):
@@ -106,28 +102,22 @@ class Gate(Protocol):
     @property
     def test(self) -> Test | None:
         """The event of a decision; None if it does not depend on the data."""
-        ...
 
     @property
     def rejects(self) -> bool:
         """Whether a candidate may be rejected."""
-        ...
 
     def begin(self, state: State, draws: Draws) -> Any:
         """What can be computed before the candidate is there; goes into `Candidate.test`."""
-        ...
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
         """Test a candidate against the state it came from."""
-        ...
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:
         """The state if the candidate is rejected: `state` itself unless every trial is charged."""
-        ...
 
     def padded(self) -> "Gate":
         """The same with batches of static shape."""
-        ...
 
 
 class Procedure(Proposer, Protocol):
@@ -139,12 +129,9 @@ class Procedure(Proposer, Protocol):
     @property
     def setup(self) -> tuple[Event, ...]:
         """Events that happened before the first trial."""
-        ...
 
     def judge(self, state: State, candidate: Candidate, draws: Draws) -> Verdict:
         """As of a `Gate`."""
-        ...
 
     def after_rejection(self, state: State, candidate: Candidate) -> State:
         """As of a `Gate`."""
-        ...

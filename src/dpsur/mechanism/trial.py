@@ -30,10 +30,10 @@ the device is busy, so that a caller can interleave several runs.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, TypeGuard
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -258,15 +258,6 @@ class Selective:
     def after_rejection(self, state: State, candidate: Candidate) -> State:
         return self.gate.after_rejection(state, candidate)
 
-    def update_in_place(
-        self, state: State, draws: Draws, position: Tensor, active: Tensor | None
-    ) -> Verdict:
-        """A candidate that is kept, written into the state itself."""
-        assert isinstance(self.proposer, GradientProposer)
-        self.proposer.update_in_place(state, draws, position, active)
-        verdict = self.gate.judge(state, Candidate(state), draws)
-        return verdict if active is None else replace(verdict, accept=verdict.accept & active)
-
     def padded(self) -> "Selective | None":
         """The same on padded batches, if the proposer can be padded.
 
@@ -299,7 +290,10 @@ def trial(
     same numbers, but a trial that fails may leave it half updated. `decide` books the verdict.
     """
     if out is state and updates_in_place(procedure):
-        return state, procedure.update_in_place(state, draws, position, active)
+        assert isinstance(procedure.proposer, GradientProposer)
+        procedure.proposer.update_in_place(state, draws, position, active)
+        everywhere = torch.ones((), dtype=torch.bool, device=state.updates.device)
+        return state, Verdict(everywhere if active is None else everywhere & active)
     candidate = procedure.propose(state, draws, position)  # lines 3 to 8
     with undone_if_interrupted(candidate):
         verdict = procedure.judge(state, candidate, draws)  # lines 9 to 14
@@ -356,12 +350,11 @@ def undone_if_interrupted(candidate: Candidate) -> Iterator[None]:
 def updates_in_place(procedure: Procedure) -> TypeGuard[Selective]:
     """Whether nothing is ever undone, so that a trial needs no second copy of the state."""
     # exact types: a subclass may do more than these do
-    if not isinstance(procedure, Selective) or type(procedure) is not Selective:
-        return False
-    if (type(procedure.proposer), type(procedure.gate)) != (GradientProposer, AlwaysAccept):
+    if type(procedure) is not Selective or type(procedure.gate) is not AlwaysAccept:
         return False
     # Some weights after the others: a custom optimizer may need them all at once.
-    return type(getattr(procedure.proposer, "optimizer", None)) in (Sgd, Adam)
+    steps = procedure.proposer
+    return type(steps) is GradientProposer and type(steps.optimizer) in (Sgd, Adam)
 
 
 def keep(accept: Tensor, candidate: State, current: State, out: State | None = None) -> State:
@@ -395,75 +388,9 @@ class Progress:
         return "Progress(state and ledger; private)"
 
 
-OnBlock = Callable[[Progress, Sequence[Verdict]], None]
-
-
-class Loop(Protocol):
-    """Makes the trials of a plan, block by block."""
-
-    @property
-    def progress(self) -> Progress:
-        """Where the run stands after the last block.
-
-        The next block may overwrite its tensors: copy what is to be kept. Raises
-        NothingReleasedError while they are being overwritten, or if that has failed.
-        """
-        ...
-
-    @property
-    def finished(self) -> bool:
-        """Whether the plan affords no further trial."""
-        ...
-
-    def launch(self) -> None:
-        """Start the next block."""
-        ...
-
-    def collect(self) -> list[Verdict]:
-        """Wait for the block, record it in the ledger, and return its verdicts."""
-        ...
-
-    def close(self) -> None:
-        """Stop what is done in the background, at the end of a run or after an error."""
-        ...
-
-
 def start(procedure: Procedure) -> Progress:
     """The progress of a run that has not made a trial."""
     return Progress(procedure.initial_state(), Ledger(setup=procedure.setup))
-
-
-def run_loop(loop: Loop, plan: Plan, on_block: OnBlock = lambda *_: None) -> Progress:
-    """Make all trials of a plan and return where the run ended.
-
-    Formal guarantee: the returned state satisfies the plan's (epsilon, delta) under the plan's
-    accounting, for adding or removing one record. Raises NothingReleasedError if the cap on trials
-    came first: that event is as improbable as the plan says, provided nothing is released.
-    """
-    try:
-        while not loop.finished:
-            loop.launch()
-            verdicts = loop.collect()
-            on_block(loop.progress, verdicts)
-    finally:
-        loop.close()
-    check_completed(plan, loop.progress)
-    return loop.progress
-
-
-def train(
-    procedure: Procedure,
-    plan: Plan,
-    streams: Streams,
-    progress: Progress | None = None,
-    on_block: OnBlock = lambda *_: None,
-) -> Progress:
-    """Make all trials one by one; same guarantee as `run_loop`. `progress` is left as it is."""
-    owned = progress is None
-    progress = start(procedure) if progress is None else progress
-    loop = EagerLoop(procedure, plan, streams, progress, owned=owned)
-    del progress
-    return run_loop(loop, plan, on_block)
 
 
 def own(progress: Progress, *, owned: bool) -> Progress:

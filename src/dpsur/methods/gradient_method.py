@@ -33,7 +33,6 @@ from dpsur.mechanism.rate_search import (
     USUAL_BLOCKS,
     RateRule,
     search_blocks,
-    search_starts,
 )
 from dpsur.mechanism.state import Gate, Procedure
 from dpsur.mechanism.trial import AlwaysAccept, LossTestGate, Selective, make_rule
@@ -259,18 +258,23 @@ class GradientMethod(OptimizerMethod):
             *("batch_size", "updates", "val_batch_size", "trials", "blocks", "block_updates"),
             "patience",
         )
-        if self._implied_gate() == BLOCK_GATE:
-            self._check_block_gate()
+        if self._implied_gate() == BLOCK_GATE and self.trials is not None:
+            raise InvalidInputError(
+                f"trials {self.trials} has no meaning with the gate block, which charges every "
+                "update; give updates instead"
+            )
         for name in ("val_batch_size", "trials"):
             if self.gate == NO_GATE and getattr(self, name) is not None:
                 raise InvalidInputError(
                     f"{name} {getattr(self, name)} has no meaning without a test of candidates; "
                     "leave it out, or choose a gate"
                 )
-        if self.gate == NO_GATE and self.on_reject != RESTORE:
+        if self._implied_gate() in (NO_GATE, BLOCK_GATE) and self.on_reject != RESTORE:
+            restored = "with the gate block, which restores whole blocks; leave it out"
+            rejected = "where nothing is rejected; leave it out, or choose a gate"
             raise InvalidInputError(
-                f"on_reject {self.on_reject} has no meaning where nothing is rejected; leave it "
-                "out, or choose a gate"
+                f"on_reject {self.on_reject} has no meaning "
+                f"{rejected if self.gate == NO_GATE else restored}"
             )
 
     def _check_metrics(self) -> None:
@@ -309,19 +313,6 @@ class GradientMethod(OptimizerMethod):
                     "none; with the gate block give val_noise_multiplier"
                 )
 
-    def _check_block_gate(self) -> None:
-        """Refuse what has no meaning where every update is charged and blocks are tested."""
-        if self.trials is not None:
-            raise InvalidInputError(
-                f"trials {self.trials} has no meaning with the gate block, which charges every "
-                "update; give updates instead"
-            )
-        if self.on_reject != RESTORE:
-            raise InvalidInputError(
-                f"on_reject {self.on_reject} has no meaning with the gate block, which restores "
-                "whole blocks; leave it out"
-            )
-
     def _take_settings(self, metrics: Metrics | None) -> None:
         """Hold the settings of a gate and of metrics as options, which a flag and a file hold."""
         given: dict[str, Any] = {}
@@ -352,7 +343,7 @@ class GradientMethod(OptimizerMethod):
                 dataset_size, budget, accounting, setup
             )
         if self.metrics_budget is not None:
-            return self._resolve_measured(dataset_size, budget, accounting, setup)
+            return self._resolve_blocks(dataset_size, budget, accounting, setup)
         return self._settle_repeated(dataset_size, budget, accounting, setup)
 
     def build(self, problem: Problem, plan: Plan) -> Procedure:
@@ -416,17 +407,6 @@ class GradientMethod(OptimizerMethod):
         trials = plan.trials if plan.updates is None else None
         return replace(settled, updates=plan.updates, trials=trials), plan
 
-    def _starts(self) -> tuple[float, ...]:
-        """Where the search starts: by rule, and at a learning rate that was given."""
-        rate = self.learning_rate
-        assert not isinstance(rate, str)
-        return search_starts(
-            scale_free=self.optimizer == "adam",
-            momentum=self.momentum,
-            learning_rate=rate,
-            max_grad_norm=self.max_grad_norm,
-        )
-
     def _with_batches(self, dataset_size: int) -> Self:
         """Sizes of batches: given ones are checked, others follow from the size of the data."""
         given = {"batch_size": self.batch_size}
@@ -472,44 +452,57 @@ class GradientMethod(OptimizerMethod):
         menu: Menu | None = None,
         steering: SampledGaussian | None = None,
     ) -> tuple[Self, Plan]:
-        """Fix blocks, tests and noise: everything but what released values may decide."""
+        """Fix blocks, tests and noise: everything but what released values may decide.
+
+        The gate block tests its blocks; without it blocks are equal, and metrics are measured.
+        """
         check_covers_steering(accounting)
-        settled = self
+        settled, searches = self, self.gate == BLOCK_GATE
         if self.test_error is not None:
             settled = self._with_tests(dataset_size, self.test_error)
-        if settled.learning_rate == LINEAR_HEAD:  # the search takes the place of the rule
+        if searches and settled.learning_rate == LINEAR_HEAD:  # the search replaces the rule
             settled = replace(settled, learning_rate=None)
         settled = settled._with_batches(dataset_size)
         assert settled.batch_size is not None
         updates = settled.updates or settled._default_count(dataset_size)
-        clip_by_median = settled.clip_norm != GIVEN
-        sizes = search_blocks(
-            updates,
-            len(settled._starts()),
-            clip_by_median=clip_by_median,
-            blocks=settled.blocks,
-            block_updates=settled.block_updates,
-        )
-        searched = sizes[2 if clip_by_median else 1 : -1]
-        sample_rate, tested = settled.batch_size / dataset_size, settled.val_batch_size
-        settled = replace(settled, updates=updates, blocks=len(searched), block_updates=searched[0])
+        sizes, tested = measured_blocks(updates), None
+        test_noise, cost = self.metrics_noise_multiplier, self.metrics_budget or 0.0
+        if searches:
+            sizes = search_blocks(
+                updates,
+                1 if settled.learning_rate is None else 2,
+                clip_by_median=settled.clip_norm != GIVEN,
+                blocks=settled.blocks,
+                block_updates=settled.block_updates,
+            )
+            test_noise, cost = settled.val_noise_multiplier, TESTS_COST + cost
+            tested = settled.val_batch_size
         plan = plan_blocks(
             budget,
             accounting,
             sizes,
-            sample_rate=sample_rate,
+            sample_rate=settled.batch_size / dataset_size,
             test_rate=None if tested is None else tested / dataset_size,
             noise_multiplier=settled.noise_multiplier,
-            test_noise=settled.val_noise_multiplier,
+            test_noise=test_noise,
             setup=setup,
             menu=menu,
             steering=steering,
-            tests_cost=TESTS_COST + (settled.metrics_budget or 0.0),
+            searches=searches,
+            tests_cost=cost,
         )
+        noise, test_noise = plan.update.noise_multiplier, plan.test.noise_multiplier
+        settled = replace(settled, updates=updates, noise_multiplier=noise)
+        if not searches:
+            plan = replace(plan, may_stop=self.patience is not None)
+            settled = replace(settled, metrics_noise_multiplier=test_noise)
+            return settled._with_rate(plan.length), plan
+        searched = sizes[1 if settled.clip_norm == GIVEN else 2 : -1]
         settled = replace(
             settled,
-            noise_multiplier=plan.update.noise_multiplier,
-            val_noise_multiplier=plan.test.noise_multiplier,
+            blocks=len(searched),
+            block_updates=searched[0],
+            val_noise_multiplier=test_noise,
             clip_norm=settled.clip_norm or MEDIAN,
         )
         return settled, plan
@@ -533,36 +526,6 @@ class GradientMethod(OptimizerMethod):
         noise = size * math.sqrt(left)
         return replace(self, test_error=None, val_batch_size=size, val_noise_multiplier=noise)
 
-    def _resolve_measured(
-        self, dataset_size: int, budget: Budget, accounting: str, setup: tuple[Event, ...]
-    ) -> tuple[Self, Plan]:
-        """Fix updates in equal blocks, after each of which loss and accuracy are measured."""
-        check_covers_steering(accounting)
-        settled = self._with_batches(dataset_size)
-        assert settled.batch_size is not None
-        assert self.metrics_budget is not None
-        updates = self.updates or settled._default_count(dataset_size)
-        plan = plan_blocks(
-            budget,
-            accounting,
-            measured_blocks(updates),
-            sample_rate=settled.batch_size / dataset_size,
-            noise_multiplier=self.noise_multiplier,
-            test_noise=self.metrics_noise_multiplier,
-            setup=setup,
-            searches=False,
-            tests_cost=self.metrics_budget,
-        )
-        plan = replace(plan, may_stop=self.patience is not None)
-        noise = plan.update.noise_multiplier
-        settled = replace(
-            settled,
-            noise_multiplier=noise,
-            metrics_noise_multiplier=plan.test.noise_multiplier,
-            updates=updates,
-        )
-        return settled._with_rate(plan.length), plan
-
     def block_procedure(self, plan: Plan, updates: GradientProposer) -> Procedure:
         """The search for a learning rate, or updates whose blocks are measured."""
         tests = RecordTests(Sampler(updates.problem), plan.test)
@@ -573,9 +536,10 @@ class GradientMethod(OptimizerMethod):
             )
         if not plan.searches:
             return MeasuredTraining(plan, updates, tests, self.patience)
+        assert not isinstance(self.learning_rate, str)
         rule = RateRule(
             self.max_grad_norm,
-            self._starts(),
+            self.learning_rate,
             schedule=self.schedule,
             clip_by_median=self.clip_norm != GIVEN,
             scale_free=self.optimizer == "adam",
@@ -595,15 +559,15 @@ class GradientMethod(OptimizerMethod):
         return replace(self, learning_rate=rate)
 
     def _with_gate(self, dataset_size: int, budget: Budget, accounting: Accounting) -> Self:
-        gate = self._implied_gate() or "loss"
-        settled = replace(self, gate=gate)
-        example = CoinTest(1.0, 1.0) if gate == "coin" else LossTest(1.0, 1.0, 0.0)
+        settled = replace(self, gate=self._implied_gate() or "loss")
+        coin = settled.gate == "coin"
+        example = CoinTest(1.0, 1.0) if coin else LossTest(1.0, 1.0, 0.0)
         accounting.check(Trial(NonPrivate(), example), self.on_reject)
-        if gate == "loss":
+        if not coin:
             usual = {"accept_threshold": USUAL_THRESHOLD, "loss_clip": USUAL_LOSS_CLIP}
             open_ones: Any = {n: v for n, v in usual.items() if getattr(self, n) is None}
             settled = replace(settled, **open_ones)
-        name = "accept_ratio" if gate == "coin" else "val_noise_multiplier"
+        name = "accept_ratio" if coin else "val_noise_multiplier"
         if getattr(self, name) is None:
             found: Any = {name: settled._affordable(dataset_size, budget, accounting)}
             settled = replace(settled, **found)
@@ -614,17 +578,11 @@ class GradientMethod(OptimizerMethod):
 
         Then as much more noise, or as small a ratio, as keeps them to their share of the budget.
         """
-        assert self.val_batch_size is not None
-        rate = self.val_batch_size / dataset_size
         wanted = self.trials if accounting.charges == "trials" else self.updates
         count = self._default_count(dataset_size) if wanted is None else wanted
 
         def epsilon_of(value: float) -> float:
-            if self.gate == "coin":
-                return accounting.test_epsilon(CoinTest(rate, value), count, budget.delta)
-            assert self.accept_threshold is not None
-            test = LossTest(rate, value, self.accept_threshold)
-            return accounting.test_epsilon(test, count, budget.delta)
+            return accounting.test_epsilon(self._test(dataset_size, value), count, budget.delta)
 
         found: float | None = USUAL_TEST_NOISE
         share = LOSS_TEST_SHARE * budget.epsilon
@@ -647,14 +605,17 @@ class GradientMethod(OptimizerMethod):
         assert self.batch_size is not None
         rate, joining = self.batch_size / dataset_size, self.records_joining or 1
         update = SampledGaussian(rate, noise_multiplier, joining)
-        return Trial(update, None if self.gate == NO_GATE else self._test(dataset_size))
+        if self.gate == NO_GATE:
+            return Trial(update)
+        settled = self.accept_ratio if self.gate == "coin" else self.val_noise_multiplier
+        assert settled is not None
+        return Trial(update, self._test(dataset_size, settled))
 
-    def _test(self, dataset_size: int) -> Test:
+    def _test(self, dataset_size: int, value: float) -> Test:
+        """The test of this ratio, or of this noise."""
         assert self.val_batch_size is not None
         rate = self.val_batch_size / dataset_size
         if self.gate == "coin":
-            assert self.accept_ratio is not None
-            return CoinTest(rate, self.accept_ratio)
-        assert self.val_noise_multiplier is not None
+            return CoinTest(rate, value)
         assert self.accept_threshold is not None
-        return LossTest(rate, self.val_noise_multiplier, self.accept_threshold)
+        return LossTest(rate, value, self.accept_threshold)

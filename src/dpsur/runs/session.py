@@ -36,10 +36,10 @@ from dpsur.functional.records import Examples, HostExamples, StreamedExamples, p
 from dpsur.functional.tree import flatten, tensors_of
 from dpsur.mechanism.blocks import released_metrics
 from dpsur.mechanism.captured_batches import capture_obstacle
-from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop
+from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop, Loop
 from dpsur.mechanism.state import Procedure, Verdict
 from dpsur.mechanism.streams import Streams, prepare_kernels
-from dpsur.mechanism.trial import EagerLoop, Loop, Progress, check_completed, start
+from dpsur.mechanism.trial import EagerLoop, Progress, check_completed, start
 from dpsur.methods import Dpsgd, Dpsur, Method, Nonprivate
 from dpsur.methods.gradient_method import GradientMethod
 from dpsur.per_example import EngineReport, check_model, engine_report, log_engine
