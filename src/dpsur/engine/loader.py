@@ -562,11 +562,6 @@ class PrivateLoader(DataLoader[Any]):
         yield from zip(map(len, parts), batches, strict=True)
 
 
-def plain_loader(loader: Any) -> Any:
-    """The loader that a private one was made from: each engine draws batches of its own."""
-    return loader.plain if isinstance(loader, PrivateLoader) else loader
-
-
 @contextmanager
 def BatchMemoryManager(  # noqa: N802
     *, data_loader: Any, max_physical_batch_size: int, optimizer: Optimizer

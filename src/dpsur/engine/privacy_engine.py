@@ -19,14 +19,12 @@ from dpsur.engine.criterion import Criterion
 from dpsur.engine.loader import (
     PoissonSampler,
     PrivateLoader,
-    plain_loader,
 )
 from dpsur.engine.procedure import (
     FIRST_CLIP_NORM,
     Mechanism,
     make_procedure,
     parameters_to_train,
-    planned_steps,
     refuse_options,
     units_of,
     warn_of_second_engine,
@@ -216,7 +214,9 @@ class PrivacyEngine(PrivateLoop):
             )
         if seed is not None:
             checks.whole("seed", seed, 0)
-        module, data_loader = unwrap(module), plain_loader(data_loader)
+        module = unwrap(module)
+        if isinstance(data_loader, PrivateLoader):  # each engine draws batches of its own
+            data_loader = data_loader.plain
         if self._ledger is not None:
             raise InvalidInputError(
                 "this engine is in use; make one PrivacyEngine for each training, and add up their "
@@ -226,7 +226,13 @@ class PrivacyEngine(PrivateLoop):
         plain = gate is None and metrics is None
         units = units_of(data_loader, groups, records_per_person, records, sampling, plain=plain)
         delta = min(1e-5, 0.1 / units.size) if target_delta is None else target_delta
-        steps = planned_steps(epochs, steps, units.length)
+        if epochs is not None:
+            if steps is not None:
+                raise InvalidInputError("give epochs or steps, not both")
+            checks.at_least_one("epochs", epochs)
+            steps = int(epochs) * units.length
+        elif steps is not None:
+            checks.at_least_one("steps", steps)
         mechanism = Mechanism(
             *(units, max_grad_norm, steps, target_epsilon, delta, gate, metrics, accounting)
         )

@@ -266,17 +266,6 @@ def warn_of_second_engine(dataset: Any) -> None:
         _trained_on[id(dataset)] = dataset
 
 
-def planned_steps(epochs: int | None, steps: int | None, length: int) -> int | None:
-    if epochs is not None and steps is not None:
-        raise InvalidInputError("give epochs or steps, not both")
-    if epochs is not None:
-        checks.at_least_one("epochs", epochs)
-        return int(epochs) * length
-    if steps is not None:
-        checks.at_least_one("steps", steps)
-    return steps
-
-
 @dataclass(frozen=True)
 class Mechanism:
     """What decides about privacy, fixed before the first record is drawn.

@@ -421,11 +421,6 @@ class WatchedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.watcher.run(self.name, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self.watcher.module))
-        assert copied is not None  # it is copied as an attribute of the module
-        return partial(getattr(type(copied), self.name), copied)
-
     def __reduce__(self) -> Any:
         module = self.watcher.module
         return partial, (getattr(type(module), self.name), module)

@@ -434,13 +434,13 @@ class ModuleWeights:
         }
 
     def write_optimizer(self, saved: Mapping[str, Any]) -> None:
-        saved, parameters = copy.deepcopy(saved), self._optimized()
+        state, parameters = saved["optimizer"], self._optimized()
+        values = copy.deepcopy(list(state.values()))
+        keys = [parameters[key] if isinstance(key, int) else key for key in state]
         self.optimizer.state.clear()
-        for number, held in saved["optimizer"].items():
-            key = parameters[number] if isinstance(number, int) else number
-            self.optimizer.state[key] = held
+        self.optimizer.state.update(zip(keys, values, strict=True))
         for group, settings in zip(self.optimizer.param_groups, saved["groups"], strict=True):
-            group.update(settings)
+            group.update(copy.deepcopy(settings))
 
     def _optimized(self) -> list[Any]:
         return [value for group in self.optimizer.param_groups for value in group["params"]]

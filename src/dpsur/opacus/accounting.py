@@ -16,8 +16,8 @@ class IAccountant:
 
     DEFAULT_ALPHAS = (*(1 + x / 10.0 for x in range(1, 100)), *range(12, 64))
 
-    def __init__(self) -> None:
-        self.history: History = []
+    def __init__(self, history: History | None = None) -> None:
+        self.history: History = history or []
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         kind = (noise_multiplier, sample_rate)
@@ -83,7 +83,7 @@ class LedgerView(IAccountant):
 
     def __reduce__(self) -> Any:
         """A file holds the history, as an accountant of its own."""
-        return _with_history, (self.history,)
+        return PRVAccountant, (self.history,)
 
     @property
     def history(self) -> History:  # type: ignore[override]
@@ -117,12 +117,6 @@ class LedgerView(IAccountant):
             f"the ledger of an engine cannot take over a history ({len(state_dict)} entries); "
             "resume with PrivacyEngine.load_checkpoint"
         )
-
-
-def _with_history(history: History) -> PRVAccountant:
-    accountant = PRVAccountant()
-    accountant.history = history
-    return accountant
 
 
 def _plain_step(entry: Entry) -> tuple[float, float, int]:

@@ -70,16 +70,20 @@ class PrivacyEngine(Engine):
 
     def make_private(self, **options: Any) -> Any:
         """Three values, and the loss as a fourth, before the loader, in a ghost clipping mode."""
-        options, criterion = _translate(options)
+        for unused in ("wrap_model", "rand_on_empty", "alphas", "epsilon_tolerance"):
+            options.pop(unused, None)  # models are never wrapped, an empty batch is noise alone
+        fused = options.get("grad_sample_mode", "hooks") in _FUSED
+        if options.get("grad_sample_mode") == "ghost_fsdp":
+            options["grad_sample_mode"] = "ghost"
+        if fused and options.get("criterion") is None:
+            options["criterion"] = nn.CrossEntropyLoss()  # as there
         model, optimizer, loader = super().make_private(**options)
         kind = type(optimizer)
         optimizer.__class__ = type(kind.__name__, (_InsideOfOpacus, kind), {})
         vars(model)["to_standard_module"] = lambda: model
         vars(model)["_module"] = model  # programs save `model._module.state_dict()`
         vars(model)["cleanup"] = self._watcher.detach  # and end with it, with wrap_model=False
-        return (
-            (model, optimizer, self.criterion, loader) if criterion else (model, optimizer, loader)
-        )
+        return (model, optimizer, self.criterion, loader) if fused else (model, optimizer, loader)
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
@@ -135,20 +139,6 @@ class PrivacyEngine(Engine):
         if optimizer is not None and "optimizer_state_dict" in saved:
             optimizer.load_state_dict(saved["optimizer_state_dict"])
         return saved
-
-
-def _translate(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    options = dict(options)
-    options.pop("wrap_model", None)  # models are never wrapped
-    options.pop("rand_on_empty", None)  # a batch without records is a step of noise
-    options.pop("alphas", None)  # no Rényi order is chosen
-    options.pop("epsilon_tolerance", None)
-    fused = options.get("grad_sample_mode", "hooks") in _FUSED
-    if options.get("grad_sample_mode") == "ghost_fsdp":
-        options["grad_sample_mode"] = "ghost"
-    if fused and options.get("criterion") is None:
-        options["criterion"] = nn.CrossEntropyLoss()  # as there
-    return options, fused
 
 
 class _InsideOfOpacus:
