@@ -324,7 +324,7 @@ class PoissonSampler(Sampler[list[Any]]):
     these.
     """
 
-    def __init__(self, units: "Units", streams: Callable[[], Streams]) -> None:
+    def __init__(self, units: "Units", streams: Streams) -> None:
         self.size, self._sample_rate, self.streams = units.held, units.rate, streams
         self.expected = max(1, math.ceil(units.rate * units.held))
         self.persons, self.by_person = units.persons, units.by_person
@@ -350,7 +350,7 @@ class PoissonSampler(Sampler[list[Any]]):
         planned: deque[Microbatch] = deque()
         self.planned = planned
         for step in self.steps:
-            stream = self.streams().at(step)[BATCH]
+            stream = self.streams.at(step)[BATCH]
             drawn = poisson_sample(self.size, self.sample_rate, stream)
             rows = self.units(drawn, stream)
             # all ranks make as many passes as the one with most records: some need each other's
@@ -531,14 +531,14 @@ class PrivateLoader(DataLoader[Any]):
         persons are drawn, those of a microbatch have the same number of rows, and it comes with the
         number of persons.
         """
-        sampler, streams = self.poisson, self.poisson.streams()
-        stream = streams.at(step)[VAL_BATCH]
+        sampler = self.poisson
+        stream = sampler.streams.at(step)[VAL_BATCH]
         drawn = torch.arange(sampler.size, device="cpu")
         if rate is not None:
             drawn = poisson_sample(sampler.size, rate, stream)
         units = sampler.units(drawn, stream)
         # all ranks make as many passes as the one with most records: some need each other's
-        longest = max(1, -(-len(drawn) // streams.ranks.size))
+        longest = max(1, -(-len(drawn) // stream.ranks.size))
         most = sampler.most or (longest if here else sampler.expected)
         parts = [units[start : start + most] for start in range(0, longest, most)]
         if sampler.by_person:

@@ -276,7 +276,7 @@ class PrivacyEngine(PrivateLoop):
         self._criterion = None if criterion is None else Criterion(criterion, loss_reduction)
         clip_norm = FIRST_CLIP_NORM if max_grad_norm is None else max_grad_norm
         self._watcher = Watcher(module, trained, clip_norm, loss_reduction, self, sharding)
-        sampler = PoissonSampler(units, self._batch_streams)
+        sampler = PoissonSampler(units, self._streams.on(torch.device("cpu")))
         if max_physical_batch_size is not None:
             checks.at_least_one("max_physical_batch_size", max_physical_batch_size)
             each = units.persons.records_each if units.persons and units.by_person else 1

@@ -213,10 +213,6 @@ class PrivateLoop:
     def _sample(self) -> tuple[int, float]:
         return -(-self._units.size // self._streams.ranks.size), self._units.rate
 
-    def _batch_streams(self) -> Streams:
-        on_host = self._streams.device.type == "cpu"
-        return self._streams if on_host else self._streams.on(torch.device("cpu"))
-
     def begin_epoch(self, length: int) -> Sequence[int]:
         """The numbers of the steps whose batches an iteration of the loader may yield."""
         self._check_size()

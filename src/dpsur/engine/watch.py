@@ -153,33 +153,30 @@ class Watcher(TrainedModule):
         return self.module.training and torch.is_grad_enabled()
 
     def run(self, name: str, args: Any, kwargs: Any) -> Any:
-        """The module's forward pass or another method, in the record level where it is watched."""
-        if name != "forward":
-            return self._method(name, args, kwargs)
-        if not self._watches():
-            with self.paused():
-                return self.module.forward(*args, **kwargs)
-        with self._owner.final_refusals():
-            return self._call(name, args, kwargs)
+        """The module's forward pass or another method, in the record level where it is watched.
 
-    def _method(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Another method, in the record level if what it returns needs weights by another way.
-
-        Its first call tells: one that calls the module itself, or takes steps, is left alone.
+        Another method is, if what it returns needs weights by another way. Its first call tells:
+        one that calls the module itself, or takes steps, is left alone.
         """
-        plain = self._watched[name].__wrapped__
-        if not self._watches() or self._owner.due is None or not tensors_of((args, kwargs)):
-            return plain(*args, **kwargs)
-        if not self._needed.get(name):
-            made = self._made
-            found = plain(*args, **kwargs)
-            used = (getattr(node, "variable", None) for node, _ in below(tensors_of(found)))
-            if name in self._needed or not any(id(value) in self._names for value in used):
-                self._needed.setdefault(name, False)
-                return found
-            self._needed[name], self._made = True, made
+        if name == "forward":
+            if not self._watches():
+                with self.paused():
+                    return self.module.forward(*args, **kwargs)
+        else:
+            plain = self._watched[name].__wrapped__
+            if not self._watches() or self._owner.due is None or not tensors_of((args, kwargs)):
+                return plain(*args, **kwargs)
+            if not self._needed.get(name):
+                made = self._made
+                found = plain(*args, **kwargs)
+                used = (getattr(node, "variable", None) for node, _ in below(tensors_of(found)))
+                if name in self._needed or not any(id(value) in self._names for value in used):
+                    self._needed.setdefault(name, False)
+                    return found
+                self._needed[name], self._made = True, made
         with self._owner.final_refusals():
-            self.check_parameters()
+            if name != "forward":
+                self.check_parameters()
             return self._call(name, args, kwargs)
 
     def _call(self, name: str, args: Any, kwargs: Any) -> Any:
