@@ -425,13 +425,15 @@ def test_microbatches_must_all_be_used():
         next(batches)
 
 
-def test_the_page_runs(capsys):
-    """Every block of code in docs/own_loop.md, one after the other, up to those of other models."""
-    page = (Path(__file__).parents[2] / "docs" / "own_loop.md").read_text()
-    page, mark, _ = page.partition("## Your models and loops")
-    assert mark
+def test_the_pages_run(capsys):
+    """Every block of code of docs/own_loop.md up to other models, and what is said of Opacus's."""
+    docs = Path(__file__).parents[2] / "docs"
+    page, mark, _ = (docs / "own_loop.md").read_text().partition("## Your models and loops")
+    _, other, rest = (docs / "from_opacus.md").read_text().partition("## The loop")
+    rest, end, _ = rest.partition("## What is different")
+    assert all((mark, other, end))
     names: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+    for block in re.findall(r"```python\n(.*?)```", page + rest, flags=re.DOTALL):
         exec(block, names)
     first, second = map(float, capsys.readouterr().out.split())
     assert second <= first <= 3.0
