@@ -99,7 +99,7 @@ def test_what_is_not_there_is_noticed():
     """The checks above reject a page with every kind of fault."""
     page = (
         "# A head\n[a](#a-head) [b](#none) [c](nowhere.md) "
-        "`run_loop`,\n`train` (`mechanism/trial.py`)"
+        "`take_step`,\n`keep` (`mechanism/trial.py`)"
     )
     assert dead_links(page, ROOT) == ["#none", "nowhere.md"]
     assert wrong_pairs(page) == []
