@@ -114,6 +114,7 @@ def _run(parser_for: Callable[[Sequence[str]], Parser], program: str, given: lis
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # no letter that a locale lacks ends a command
             stream.reconfigure(errors="backslashreplace")
+    options = argparse.Namespace()
     try:
         with interrupts_exit_at_once():
             options = parser_for(given).parse_args(
@@ -125,7 +126,8 @@ def _run(parser_for: Callable[[Sequence[str]], Parser], program: str, given: lis
             warnings.showwarning = _ShowOnce(program)
             return int(options.run(options))
     except InvalidInputError as error:
-        return _report(program, f"{_line(error, given)}{logged_privately(error, given)}", 2)
+        logged = logged_privately(error, getattr(options, "resume", None))
+        return _report(program, f"{_line(error, given)}{logged}", 2)
     except OSError as error:
         return _report(program, _line(error, given), 2)
     except KeyboardInterrupt:

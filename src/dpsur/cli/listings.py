@@ -42,10 +42,8 @@ def run_methods(options: argparse.Namespace) -> int:
     from dpsur.methods import METHODS, method_named  # torch, which the proof does not need
     from dpsur.options import declared
 
-    if options.name is not None:
-        methods = {options.name: method_named(options.name)}
-    else:
-        methods = dict(METHODS)
+    named = options.name
+    methods = METHODS if named is None else {named: method_named(named)}
     if options.json:
         listed = {}
         for name, method in methods.items():
@@ -55,8 +53,8 @@ def run_methods(options: argparse.Namespace) -> int:
             }
             listed[name] = {"summary": method.summary, "options": options_of}
         print(json.dumps(listed))
-    elif options.name is not None:
-        _print_options(methods[options.name])
+    elif named is not None:
+        _print_options(methods[named])
     else:
         for name, method in methods.items():
             print(f"{name:<12}{method.summary}")

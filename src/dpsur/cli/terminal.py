@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
@@ -159,7 +159,7 @@ def stop_on_signal() -> Iterator[Stop]:
 LOG = "errors.log"
 
 
-def logged_privately(error: InvalidInputError, arguments: Sequence[str]) -> str:
+def logged_privately(error: InvalidInputError, resumed: str | None) -> str:
     """Write what an error holds back to a log, and return the words that say where it is.
 
     The log is in `private/` of the run that is resumed, else in `private/` of the cache: a run that
@@ -168,12 +168,8 @@ def logged_privately(error: InvalidInputError, arguments: Sequence[str]) -> str:
     if error.private is None:
         return ""
     folder = cache_folder() / PRIVATE
-    for option, value in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, _, given = option.partition("=")
-        private = Path(given or value) / PRIVATE
-        if name == "--resume" and private.is_dir():
-            folder = private
-            break
+    if resumed is not None and (Path(resumed) / PRIVATE).is_dir():
+        folder = Path(resumed) / PRIVATE
     path = folder / LOG
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
