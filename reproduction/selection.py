@@ -1,4 +1,4 @@
-"""The tables of docs/selection.md, from rows.
+"""The tables of docs/tables/selection.md, from rows.
 
 python -m reproduction.selection --write
 """
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 GRID, RULES = RESULTS / "selection-grid.jsonl", RESULTS / f"{RULE.name}.jsonl"
 ROWS = RESULTS / "selection_prototype.jsonl"  # of a simulator
-PAGE = ROOT / "docs" / "selection.md"
+PAGE = ROOT / "docs" / "tables" / "selection.md"
 BLOCK = re.compile(r"(<!-- from the rows: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 Row = dict[str, Any]
 

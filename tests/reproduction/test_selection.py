@@ -1,4 +1,4 @@
-"""The tables of docs/selection.md are those of its rows; the grid behind them."""
+"""The tables of docs/tables/selection.md are those of its rows; the grid behind them."""
 
 import math
 
