@@ -2,7 +2,7 @@
 
     python -m reproduction.bench.convolution_kernels
 
-The choices in `dpsur.per_example.kernels.convolution`, and the costs beside it, come from this
+The choices in `dpsur.per_example.rules.convolution`, and the costs beside it, come from this
 table. Every figure is microseconds of a captured call on one GPU, for a whole batch. Without a
 GPU the ways are only compared with each other, on a few examples.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dpsur.mechanism.cuda_graphs import capture_graph
 from dpsur.per_example.contributions import Factors
-from dpsur.per_example.kernels.convolution import Geometry, _input_gradient, from_patches
 from dpsur.per_example.kernels.cuda_weight_grad import summed_gradient
+from dpsur.per_example.rules.convolution import Geometry, _input_gradient, from_patches
 from dpsur.per_example.rules.patches import Window, inner_products, instantiate, patches
 
 # name, batch, channels, side, output channels, stride, padding, kernel: the paper's networks

@@ -11,7 +11,6 @@ from dpsur.functional.problem import Problem
 from dpsur.functional.records import Examples
 from dpsur.per_example import clipped_sum
 from dpsur.per_example.clipping import strategy_for
-from dpsur.per_example.kernels import convolution as kernels
 from dpsur.per_example.kernels.cuda_weight_grad import blocks_for, summed_gradient
 from dpsur.per_example.rules import patches
 from dpsur.per_example.rules.patches import Window
@@ -59,7 +58,7 @@ def problem_of(name):
 
 @pytest.fixture
 def as_on_a_card(monkeypatch):
-    monkeypatch.setattr(kernels, "PAYS_ON", ("cpu",))
+    monkeypatch.setattr(convolution, "PAYS_ON", ("cpu",))
     monkeypatch.setattr(patches, "_NUMBERS_ON_CPU", 64)  # in several pieces
     monkeypatch.setattr(convolution, "_instantiate", lambda *_: False)
 
@@ -98,7 +97,7 @@ def test_a_wrong_kernel_is_found_out(monkeypatch):
     """The control: one that is not turned round gives other gradients than the definition."""
     check(two_convolutions())
     monkeypatch.setattr(
-        kernels,
+        convolution,
         "_input_gradient",
         lambda gradient, _, weight, geometry: geometry.apply(gradient, weight.mT, None),
     )
@@ -111,16 +110,16 @@ def like(channels, height, side):
 
 
 def test_shapes_decide(monkeypatch):
-    assert not kernels.patches_pay(*like(16, 32, 4))
-    monkeypatch.setattr(kernels, "PAYS_ON", ("cpu",))
+    assert not convolution.patches_pay(*like(16, 32, 4))
+    monkeypatch.setattr(convolution, "PAYS_ON", ("cpu",))
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    assert kernels.patches_pay(*like(16, 32, 4))  # second layer on scattering features
-    assert kernels.patches_pay(*like(128, 128, 8))  # last convolution for CIFAR-10 pixels
-    assert not kernels.patches_pay(*like(64, 64, 4))
-    assert not kernels.patches_pay(*like(32, 32, 32))
+    assert convolution.patches_pay(*like(16, 32, 4))  # second layer on scattering features
+    assert convolution.patches_pay(*like(128, 128, 8))  # last convolution for CIFAR-10 pixels
+    assert not convolution.patches_pay(*like(64, 64, 4))
+    assert not convolution.patches_pay(*like(32, 32, 32))
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    assert kernels.patches_pay(*like(16, 32, 4))
-    assert not kernels.patches_pay(*like(128, 128, 8))
+    assert convolution.patches_pay(*like(16, 32, 4))
+    assert not convolution.patches_pay(*like(128, 128, 8))
 
 
 SAME = Window((3, 3), (1, 1), (1, 1), (1, 1))
@@ -151,7 +150,7 @@ def test_what_blocks_leave_behind_takes_no_more_than_the_inputs():
 def test_the_summing_kernel_gives_the_usual_gradient(channels, height, sides, window, examples):
     device = torch.device("cuda")
     inputs = torch.randn(examples, channels, *sides, device=device, dtype=torch.float64)
-    geometry = kernels.Geometry(window.strides, window.margins, (1, 1), 1)
+    geometry = convolution.Geometry(window.strides, window.margins, (1, 1), 1)
     weight = torch.randn(height, channels, *window.sizes, device=device, dtype=torch.float64)
     outputs = torch.randn_like(geometry.apply(inputs, weight, None))
     exact = geometry.backward(outputs, inputs, weight, [False, True, False])[1]

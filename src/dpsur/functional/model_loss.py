@@ -21,7 +21,6 @@ _IGNORED = -100  # of a token without a label
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether a model, or what peft has wrapped, has the configuration of a Hugging Face model."""
     return hasattr(getattr(_base(model), "config", None), "model_type")
 
 

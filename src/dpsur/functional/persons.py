@@ -35,14 +35,12 @@ class PersonTargets:
     present: Tensor
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean of values (persons, k, ...) over the records that each person has."""
         shape = (*self.present.shape, *[1] * (values.dim() - 2))
         total = values.masked_fill(~self.present.view(shape), 0.0).sum(1)
         return total / self.present.sum(1).clamp(min=1).view(-1, *[1] * (total.dim() - 1))
 
 
 def record_rows(rows: TensorTree) -> TensorTree:
-    """Inputs or targets with one row per record, of persons or of records."""
     if isinstance(rows, (PersonRows, PersonTargets)):
         return map_tensors(lambda value: value.flatten(0, 1), rows.rows)
     return rows
@@ -162,14 +160,11 @@ class Persons:
         return (1.0 / counts.double()).repeat_interleave(counts)
 
     def means(self, values: Tensor) -> Tensor:
-        """The mean row of every person, from rows with one per record."""
         device = values.device
         found = PersonTargets(None, self.present.to(device))
         return found.mean(values[self.rows.to(device)])
 
     def gather(self, examples: Examples) -> Examples:
-        """The records as persons."""
-
         def each(values: Tensor) -> Tensor:
             rows = self.rows.to(values.device)
             return values.index_select(0, rows.flatten()).view(*rows.shape, *values.shape[1:])

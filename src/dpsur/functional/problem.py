@@ -68,7 +68,6 @@ _OTHERS = (torch.jit.ScriptModule, nn.DataParallel)
 
 
 def every_module(model: nn.Module) -> dict[nn.Module, str]:
-    """The modules of a model in the order of `model.modules()`, each with its name."""
     found = {model: ""}
 
     def visit(module: nn.Module, prefix: str) -> None:
@@ -544,9 +543,8 @@ def check_fixed_parts(model: nn.Module, original: nn.Module) -> None:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return torch.equal(_bytes(one.to(other.device)), _bytes(other))
-
-
-def _bytes(values: Tensor) -> Tensor:
-    dense = values.detach().to_dense().contiguous()
-    return dense.reshape(-1).view(torch.uint8)
+    first, second = (
+        value.detach().to_dense().contiguous().reshape(-1).view(torch.uint8)
+        for value in (one.to(other.device), other)
+    )
+    return torch.equal(first, second)

@@ -55,7 +55,6 @@ class Examples:
 
     @property
     def record_shape(self) -> tuple[int, ...]:
-        """The shape of one record's inputs; () where they are several tensors."""
         return tuple(self.inputs.shape[1:]) if isinstance(self.inputs, Tensor) else ()
 
     @property
@@ -63,14 +62,12 @@ class Examples:
         return sum(value.nbytes for value in tensors_of((self.inputs, self.targets)))
 
     def select(self, rows: Tensor) -> "Examples":
-        """Return the named rows: their indices, or a truth value for each."""
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
         # on a CPU several times as fast as indexing: whole rows are copied
         return self.map(lambda value: value.index_select(0, rows))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Examples":
-        """The records after a change of every tensor."""
         return Examples(map_tensors(change, self.inputs), map_tensors(change, self.targets))
 
     def part(self, some: slice) -> "Examples":
@@ -129,7 +126,6 @@ class HostExamples(Examples):
         self._worker.submit(lambda: None).result()
 
     def forget(self) -> None:
-        """Begin with no further rows; what is being gathered is finished."""
         for _, begun in self._ahead.values():
             begun.cancel()
         self._ahead.clear()

@@ -158,7 +158,6 @@ def contexts_of(tree: Any) -> list[Any]:
 
 
 def with_tensors(tree: Tree, tensors: Iterable[Tensor]) -> Tree:
-    """The same structure around other tensors, in the order of `tensors_of`."""
     following = iter(tensors)
     return map_tensors(lambda _: next(following), tree, otherwise=keep)
 
@@ -270,7 +269,6 @@ Params = dict[str, Tensor]
 
 
 def elementwise(function: Callable[..., Tensor], first: Params, *others: Params) -> Params:
-    """Apply a function of single numbers to corresponding parameters, to all of them at once."""
     if len(first) == 1 or len({value.dtype for value in first.values()}) != 1:
         return {
             name: function(value, *(other[name] for other in others))

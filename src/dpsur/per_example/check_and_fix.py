@@ -126,12 +126,10 @@ def _two_of(batch: Any) -> Any:
 
 
 def _sum_of_outputs(model: nn.Module, inputs: TensorTree) -> Tensor:
-    """A loss that every number of the outputs matters to."""
     return sum_of_outputs(output_rows(call(model, inputs)), None)
 
 
 def _static_problems(model: nn.Module) -> Iterator[ModelProblem]:
-    """What is seen without a call of the model."""
     if not any(p.requires_grad for p in model.parameters()):
         yield ModelProblem(
             "",
@@ -243,7 +241,6 @@ def _problems_of_calls(
 
 
 def _inputs(sample_batch: Any) -> TensorTree:
-    """The inputs of a batch, without its targets."""
     if isinstance(sample_batch, Mapping):
         split = split_labels(sample_batch)
         return dict(sample_batch) if split is None else split[0]
@@ -298,7 +295,6 @@ def fix(model: nn.Module, *, batch_norm: str = "group") -> FixedModel:
 
 
 def _repair(module: nn.Module, batch_norm: str) -> tuple[str | None, nn.Module]:
-    """What was done to a module, and the module to use."""
     if isinstance(module, _BatchNorm) and not isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return _replace_batch_norm(module, batch_norm)
     if isinstance(module, _InstanceNorm) and module.track_running_stats:

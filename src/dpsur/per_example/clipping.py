@@ -178,7 +178,6 @@ def make_tape(
 
 
 def check_augmentation(augment: Augment | None, views: int) -> None:
-    """Refuse what is no augmentation."""
     checks.at_least_one("views", views)
     if augment is None and views > 1:
         raise InvalidInputError(f"views={views} needs augment=..., which makes them different")

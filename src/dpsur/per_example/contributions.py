@@ -97,17 +97,12 @@ def whole_norms(measures: Sequence[Measure], entries: int) -> Tensor:
         roots = guard(squares, torch.stack([one.errors for one in inner])).sqrt_()
         parts = roots if parts is None else torch.cat([parts, roots])
     assert parts is not None
-    total = _combine(parts)
+    if parts.device.type == "cpu":  # where `vector_norm` is slow
+        total = parts.square_().sum(0).sqrt_()
+    else:
+        total = torch.linalg.vector_norm(parts, dim=0)
     positions = sum(one.terms**2 for one in inner)
     return total.add_(lost_to_underflow(entries + len(parts) + positions, total.dtype))
-
-
-def _combine(parts: Tensor) -> Tensor:
-    """Norms along the first dimension, where `vector_norm` is slow on a CPU."""
-    if parts.device.type == "cpu":
-        return parts.square_().sum(0).sqrt_()
-    norms: Tensor = torch.linalg.vector_norm(parts, dim=0)
-    return norms
 
 
 def _between(products: Tensor, squares: Tensor) -> Tensor:
@@ -258,7 +253,6 @@ class Contribution(ABC):
         return None
 
     def tensors(self) -> list[Tensor]:
-        """What this use keeps in memory."""
         held = [one.values if isinstance(one, Output) else one for one in vars(self).values()]
         return [one for one in held if isinstance(one, Tensor)]
 
@@ -274,7 +268,6 @@ class Rows(Contribution):
     squares: Tensor | None = None
 
     def measure(self) -> Tensor:
-        """Norms without a copy of the rows."""
         return part_norms(self.rows) if self.squares is None else self.squares.sqrt()
 
     def weighted_sum(self, factors: Factors) -> Tensor:
@@ -302,7 +295,6 @@ class Products(Contribution):
     outputs: Tensor
 
     def measure(self) -> Measure:
-        """Norms from inner products alone."""
         if self.inputs.shape[1] == 1:
             return row_norms(widen(self.inputs)) * row_norms(widen(self.outputs))
         return InnerNorms.of_factors(self.inputs, self.outputs)

@@ -33,7 +33,6 @@ _ways: WeakKeyDictionary[nn.Module, dict[object, Way]] = WeakKeyDictionary()
 
 
 def record_outputs(objective: Objective, params: Params, inputs: TensorTree) -> TensorTree:
-    """Outputs for every record alone, in evaluation mode, with the records in front."""
     model = objective.model
     own = dict(model.named_parameters())
     trained = {name: own[name] for name in params}
@@ -52,6 +51,5 @@ def record_outputs(objective: Objective, params: Params, inputs: TensorTree) -> 
 
 
 def record_losses(objective: Objective, params: Params, examples: Examples) -> Tensor:
-    """The loss of every record alone, in evaluation mode."""
     outputs = record_outputs(objective, params, examples.inputs)
     return losses_one_by_one(objective.loss, outputs, examples.targets)

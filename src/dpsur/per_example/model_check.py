@@ -65,7 +65,6 @@ def check_model(model: nn.Module, examples: Examples, *, tested: bool = True) ->
 
 
 def draws_randomness(model: nn.Module, examples: Examples) -> bool:
-    """Whether a forward pass in training mode draws random numbers, as dropout does."""
     where = next(model.parameters()).device  # not always where the records are
     rows = map_tensors(lambda value: synthetic(value).to(where), examples.inputs)
     with torch.random.fork_rng([where] if where.type == "cuda" else []):

@@ -66,7 +66,6 @@ class Call:
 
     @property
     def followed(self) -> dict[int, Tensor]:
-        """The followed weights among the arguments, by their places in `given`."""
         names = self.tape.names
         return {i: value for i, value in enumerate(self.given) if id(value) in names}
 
@@ -75,7 +74,6 @@ class Call:
         return [value for value in self.given if id(value) not in self.tape.names]
 
     def on(self, tensors: list[Tensor]) -> Any:
-        """The function's value on other tensors in the same places."""
         args, kwargs = with_tensors((self.args, self.kwargs), tensors)
         return self.func(*args, **kwargs)
 

@@ -36,7 +36,7 @@ from dpsur.functional.problem import (
     without_side_effects,
 )
 from dpsur.functional.process_settings import seeded_globally, widen
-from dpsur.functional.tree import Params, map_tensors, tensors_of
+from dpsur.functional.tree import Params, keep, map_tensors, tensors_of
 from dpsur.per_example.contributions import Rows
 from dpsur.per_example.record_level import LIBRARIES, RecordLevel, only_trusted_rules
 from dpsur.per_example.tape import KnownInputs, NotSupportedError, Tape
@@ -90,7 +90,6 @@ class RecordFunction:
 
     @property
     def by_construction(self) -> bool:
-        """Whether every call so far was made in the record level."""
         return Way.ALONE not in self.ways.values()
 
     def in_level(self, kind: str, batch: Any) -> bool:
@@ -181,7 +180,15 @@ class RecordFunction:
                     level.check_survivors()
                     level.as_left = Attributes(self.models).in_place
             level.check_survivors()
-            return tape, found if bad is None else map_tensors(lambda v: _nan(v, bad), found)
+            if bad is None:
+                return tape, found
+
+            def without(values: Tensor) -> Tensor:
+                if not values.is_floating_point():
+                    return values
+                return values.masked_fill(_rows_like(bad, values), torch.nan)
+
+            return tape, map_tensors(without, found)
 
         kind = "outputs" if torch.is_grad_enabled() else "values"
 
@@ -226,7 +233,10 @@ class RecordFunction:
                 except _NOT_OF_A_RECORD:
                     raise
                 except Exception as error:  # what torch cannot batch, or what a record's values do
-                    if _may_not_wait():
+                    if torch.cuda.is_available() and (
+                        torch.cuda.is_current_stream_capturing()
+                        or torch.cuda.get_sync_debug_mode() == 2  # as a capture is tried out
+                    ):
                         raise
                     errors.append(error)
                     if bad is not None or way is Way.ALONE:
@@ -264,11 +274,18 @@ class RecordFunction:
             text = known
         elif not _is_of_batching(error):
             return f"it raises {type(error).__name__} for all records at once"
-        text += _line_of(error)
+        frames = [*walk_tb(error.__traceback__)]
+        # the user's line; in the record level nothing depends on values before the first such
+        own = [
+            (Path(frame.f_code.co_filename), line)
+            for frame, line in frames
+            if not frame.f_code.co_filename.startswith(LIBRARIES)
+        ]
+        text += f" ({own[-1][0].name}, line {own[-1][1]})" if own else ""
         names = {m: name for model in self.models for name, m in model.named_modules()}
         inner = [
             found
-            for frame, _ in walk_tb(error.__traceback__)
+            for frame, _ in frames
             for held in (frame.f_locals.get("self"), frame.f_locals.get("module"))
             if isinstance(held, nn.Module) and (found := names.get(held))
         ]
@@ -287,7 +304,7 @@ class RecordFunction:
         """
         found = []
         for record in range(records):
-            one = map_tensors(lambda value: value[record : record + 1], batch, otherwise=_keep)  # noqa: B023
+            one = map_tensors(lambda value: value[record : record + 1], batch, otherwise=keep)  # noqa: B023
             try:
                 with torch.no_grad():
                     *_, level = self._together(function, one, 1, None, way)
@@ -322,14 +339,13 @@ class RecordFunction:
         way: Way,
         known: KnownInputs | None = None,
     ) -> tuple[Tape, Any, RecordLevel]:
-        """One call of the function for all records, in the record level."""
         if self.make_tape is not None:
             tape = self.make_tape(records)
         else:
             tape = Tape(self._held(params), records, self.trained, known=known)
         level = RecordLevel(tape, self.models, own_tensors=way is Way.OWN_TENSORS)
         with level.entered():
-            hidden = map_tensors(level.hide, batch, otherwise=_keep)
+            hidden = map_tensors(level.hide, batch, otherwise=keep)
             found = map_tensors(level.show, function(hidden), otherwise=_none)
             del hidden
         return tape, found, level
@@ -337,7 +353,6 @@ class RecordFunction:
     def _run_alone(
         self, function: Callable[[Any], Any], batch: Any, records: int, params: Params | None
     ) -> tuple[Tape, Any]:
-        """One call for each record, which has copies of the weights for itself."""
         held = self._held(params)
         tape = Tape(held, records)
         tape.incomplete = True  # values of records may decide which experts are called
@@ -354,7 +369,7 @@ class RecordFunction:
             with self._calling(own), self._without_side_effects(params), draws[record]():
                 return function(slice_records(batch, record))
 
-        outputs = [map_tensors(_keep, call(i), otherwise=_none) for i in range(records)]
+        outputs = [map_tensors(keep, call(i), otherwise=_none) for i in range(records)]
         with torch.no_grad():
             again = tensors_of(call(0))
         for first, second in zip(tensors_of(outputs[0]), again, strict=True):
@@ -474,20 +489,11 @@ def _is_of_batching(error: Exception) -> bool:
     return isinstance(error, NotSupportedError) or "vmap" in text or "batching" in text
 
 
-def _may_not_wait() -> bool:
-    """Whether a CUDA graph is captured, or that is tried out: no other way is then looked for."""
-    return torch.cuda.is_available() and (
-        torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() == 2
-    )
-
-
 def _key(kind: str, batch: Any) -> object:
-    """What a way of running a function holds for."""
     return kind, *((value.shape[1:], value.dtype) for value in tensors_of(batch))
 
 
 def _outputs(found: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and other tensors of a mapping that holds it."""
     others: dict[str, Tensor] = {}
     if isinstance(found, Mapping):
         if "loss" not in found:
@@ -514,26 +520,12 @@ def _outputs(found: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return found, others
 
 
-def _line_of(error: Exception) -> str:
-    """Where the user's code could not be batched; empty where no line of it was under way.
-
-    Without values: in the record level nothing depends on them before the first such line.
-    """
-    own = [
-        (Path(frame.f_code.co_filename), line)
-        for frame, line in walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith(LIBRARIES)
-    ]
-    return f" ({own[-1][0].name}, line {own[-1][1]})" if own else ""
-
-
 def _without(batch: Any, bad: Tensor) -> Any:
-    """A batch in which another record stands in for those that cannot be used."""
     good = int((~bad).int().argmax())
     return map_tensors(
         lambda value: torch.where(_rows_like(bad, value), value[good], value),
         batch,
-        otherwise=_keep,
+        otherwise=keep,
     )
 
 
@@ -541,20 +533,9 @@ def _rows_like(rows: Tensor, values: Tensor) -> Tensor:
     return rows.view(-1, *[1] * (values.dim() - 1))
 
 
-def _nan(values: Tensor, rows: Tensor) -> Tensor:
-    """NaN in some rows of an output; what is no fraction stays as it is."""
-    if not values.is_floating_point():
-        return values
-    return values.masked_fill(_rows_like(rows, values), torch.nan)
-
-
 def slice_records(batch: Any, record: int) -> Any:
     """One record of a batch whose tensors have the records in front, in memory of its own."""
-    return map_tensors(lambda value: value[record].clone(), batch, otherwise=_keep)
-
-
-def _keep(value: Any) -> Any:
-    return value
+    return map_tensors(lambda value: value[record].clone(), batch, otherwise=keep)
 
 
 def _none(value: Any) -> None:

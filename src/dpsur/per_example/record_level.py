@@ -71,7 +71,6 @@ from dpsur.per_example.tape import Layout, NotSupportedError, Segment, Tape
 
 
 def in_transform() -> bool:
-    """Whether code runs inside of `torch.func.grad`, `vmap` or another transform."""
     return peek_interpreter_stack() is not None
 
 
@@ -99,7 +98,6 @@ class RecordLevel(TorchFunctionMode):
 
     @contextmanager
     def entered(self) -> Iterator["RecordLevel"]:
-        """The level, with the weights of the tape in the modules and rules in force."""
         with ExitStack() as stack:
             masks = sys.modules.get("transformers.masking_utils")
             if hasattr(masks, "is_tracing"):  # explicit masks, as for export: no values are read
@@ -152,7 +150,6 @@ class RecordLevel(TorchFunctionMode):
 
     @contextmanager
     def rules(self) -> Iterator[None]:
-        """Put rules in the place of the forward methods of layers."""
         changed: list[dict[str, Any]] = []
         try:
             for members in self._members:
@@ -205,7 +202,6 @@ class RecordLevel(TorchFunctionMode):
         return hidden
 
     def holds(self, values: Any) -> bool:
-        """Whether a tensor belongs to single records."""
         return (
             isinstance(values, Tensor)
             and is_batchedtensor(values)
@@ -307,7 +303,6 @@ class RecordLevel(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Let the boundary answer calls that are given a trained weight, and a few others."""
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
@@ -340,7 +335,6 @@ class RecordLevel(TorchFunctionMode):
         return found
 
     def _follows(self, values: Any) -> bool:
-        """Whether a trained weight, or what was derived of some, is among the arguments."""
         for value in values.values() if isinstance(values, dict) else values:
             if isinstance(value, Tensor):
                 if self.tape.follows(value):
@@ -350,7 +344,6 @@ class RecordLevel(TorchFunctionMode):
         return False
 
     def _hides_weights(self, values: Any) -> bool:
-        """Whether a transform of `torch.func` inside of the level has wrapped a trained weight."""
         for value in tensors_of(values):
             while is_functorch_wrapped_tensor(value):
                 value = get_unwrapped(value)
@@ -505,7 +498,6 @@ _generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
 
 def _without_tensors(tree: Any) -> Any:
-    """The same structure around empty tensors."""
     return with_tensors(tree, [torch.empty(0) for _ in tensors_of(tree)])
 
 

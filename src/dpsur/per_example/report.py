@@ -66,7 +66,6 @@ def explain(model: nn.Module, inputs: TensorTree) -> EngineReport:
 
 
 def engine_report(problem: Problem) -> EngineReport:
-    """The report for a problem: its model, its records and its loss."""
     report, params = _report(problem, problem.train.inputs), problem.initial_params()
     plan = strategy_for(problem, params, problem.train.inputs)
     first = problem.train.part(slice(2)).to(problem.device)

@@ -47,7 +47,6 @@ class Layout:
 
     @property
     def fold(self) -> int:
-        """How many entries of the dimension belong to one record."""
         return self.rows or 1
 
     def into(self, values: Tensor) -> Tensor:
@@ -112,14 +111,12 @@ class KnownInputs:
 
     @property
     def finite(self) -> bool:
-        """Whether no record holds NaN or infinity."""
         tables = self._current_tables()
         if "finite" not in tables:
             tables["finite"] = all(bool(part.isfinite().all()) for part in _parts(self.data))
         return bool(tables["finite"])
 
     def _current_tables(self) -> Tables:
-        """The tables, emptied first if the data was written to since they were made."""
         if self.tables.get("version") != self.data._version:
             self.tables.clear()
             self.tables["version"] = self.data._version
@@ -209,11 +206,9 @@ class Tape:
         return args, kwargs, given
 
     def follows(self, value: Tensor) -> bool:
-        """Whether a tensor is a trained weight, or was derived of some."""
         return id(value) in self.names
 
     def trains(self, module: nn.Module) -> bool:
-        """Whether a module holds a trained weight itself."""
         return any(id(value) in self.names for value in module._parameters.values())
 
     def finish(self) -> None:
@@ -223,7 +218,6 @@ class Tape:
 
     @contextmanager
     def placed(self, place: Layout) -> Iterator[None]:
-        """Examples are elsewhere meanwhile: a rule has moved them."""
         before, self.place = self.place, place
         try:
             yield
@@ -239,10 +233,6 @@ class Tape:
             yield
         finally:
             self.segment, segment.again = None, True
-
-    def known_inputs(self, values: Tensor) -> KnownInputs | None:
-        """Where in a data set these inputs of a layer come from, if they are the model's inputs."""
-        return self.known if self.known is not None and self.known.holds(values) else None
 
     def examples_in(self, values: Tensor, axis: int | None = None) -> Layout:
         """Where the examples are in a tensor (in dimension `axis`, if a rule needs them there)."""
@@ -334,9 +324,15 @@ class Tape:
     def norms(self) -> Tensor:
         """Norm of every example's whole gradient; infinite for an example whose loss is NaN."""
         self.carry_back()
-        measures = [
-            self._combined(name).measure() for name in self.params if self.contributions.get(name)
-        ]
+        measures = []
+        for name in self.params:
+            if kept := self.contributions.get(name):
+                use = combine(kept)
+                if isinstance(use, Rows):
+                    # Used for the sum too: gradients that nearly cancel, added up again in another
+                    # way, would be rounded unlike their norm.
+                    self.contributions[name] = [use]
+                measures.append(use.measure())
         if measures:
             norms = whole_norms(measures, sum(value.numel() for value in self.params.values()))
         else:
@@ -375,19 +371,7 @@ class Tape:
             return total
         return out.add_(total) if add else out.copy_(total)
 
-    def _combined(self, name: str) -> Contribution:
-        """All uses of a parameter as one.
-
-        Gradients that were added up for this are kept and used for the sum too: added up again in
-        another way, those that nearly cancel would be rounded unlike their norm.
-        """
-        found = combine(self.contributions[name])
-        if isinstance(found, Rows):
-            self.contributions[name] = [found]
-        return found
-
     def per_example(self, name: str) -> Tensor:
-        """Every example's gradient of a parameter, one row each."""
         self.carry_back()
         return self._add_up(self.params[name], self.contributions.get(name, []))
 

@@ -1,8 +1,9 @@
 """Fused Triton kernels, where PyTorch needs several kernels and copies between them.
 
-Per-example gradients of convolutions on tensor cores, sums of weighted rows, and the sums that the
-scale and shift of a normalisation need. Every function returns None where it has no kernel for a
-device, a type or a shape: then the caller computes the same in PyTorch.
+Per-example gradients of convolutions on tensor cores, sums of weighted rows, the sums that the
+scale and shift of a normalisation need, and one kernel for a time of an LSTM. Every function
+returns None where it has no kernel for a device, a type or a shape: then the caller computes the
+same in PyTorch.
 """
 
 from functools import cache
@@ -69,7 +70,6 @@ def _available(device: torch.device) -> Any:
 
 
 def has_kernels(values: Tensor) -> bool:
-    """Whether there are kernels for a tensor, read in any layout."""
     return (
         values.dtype in READABLE
         and 0 < values.numel() < 2**31
@@ -181,7 +181,6 @@ def depthwise_gradients(
 
 
 def round_to_tf32(values: Tensor) -> Tensor | None:
-    """Numbers of TF32, as float32."""
     values = values.contiguous()
     kernels = kernels_for(values, types=READABLE)
     if kernels is None:
@@ -380,5 +379,56 @@ def position_sums(
 
 
 def on_device(values: Tensor) -> Any:
-    """Where kernels for these values are launched."""
     return torch.device("cpu") if values.device.type == "cpu" else torch.cuda.device(values.device)
+
+
+class LstmCells:
+    """The element-wise part of an LSTM, on tensors of `rules/recurrent.py`, if it is `there`.
+
+    Gates, cells and squashed cells have the shape (directions, times, rows, ...); cells have one
+    time more.
+    """
+
+    _BLOCK = 256
+
+    def __init__(self, active: Tensor, cells: Tensor, squashed: Tensor) -> None:
+        self._kernels = kernels_for(active, cells, squashed)
+        self._active, self._states, self._by_time = active, cells, squashed
+        self.there = self._kernels is not None
+        directions, _, rows, width = squashed.shape
+        count = directions * rows * width
+        self._sizes = rows, width, active.stride(0), cells.stride(0), squashed.stride(0), count
+        self._grid = (-(-count // self._BLOCK),)
+
+    def forward(self, time: int, gates: Tensor, recurrent: Tensor, states: Tensor) -> None:
+        """From gates before activation, given in two parts, to the next states."""
+        with on_device(gates):
+            self._kernels.lstm_cell[self._grid](
+                gates[:, time],
+                recurrent,
+                self._states[:, time],
+                self._active[:, time],
+                self._states[:, time + 1],
+                self._by_time[:, time],
+                states[:, time + 1],
+                *self._sizes,
+                BLOCK=self._BLOCK,
+            )
+
+    def backward(
+        self, time: int, outputs: Tensor, recurrent: Tensor | None, slope: Tensor, gates: Tensor
+    ) -> None:
+        """Gradients of the gates; `recurrent` comes from the next time, `slope` is overwritten."""
+        with on_device(gates):
+            self._kernels.lstm_cell_backward[self._grid](
+                outputs[:, time],
+                slope if recurrent is None else recurrent,
+                self._active[:, time],
+                self._states[:, time],
+                self._by_time[:, time],
+                slope,
+                gates[:, time],
+                *self._sizes,
+                LAST=recurrent is None,
+                BLOCK=self._BLOCK,
+            )

@@ -57,7 +57,6 @@ def _with_constants(source: str, constants: Constants) -> str:
 
 @cache
 def _module(text: str, device: int) -> Any:
-    """All kernels of a source, by name, on one GPU: compiled once, whichever are used."""
     binary = _binary(text, torch.cuda.get_device_capability(device)).result()
     with torch.cuda.device(device):
         return torch.cuda._utils._cuda_load_module(binary)
@@ -110,7 +109,6 @@ def warn_slower(reason: str) -> None:
 
 
 def shapes(inputs: Tensor, outputs: Tensor, window: "Window") -> Constants:
-    """The shapes of a convolution in two dimensions, as constants of a kernel."""
     return (
         ("IN_CHANNELS", inputs.shape[1]),
         ("IN_HIGH", inputs.shape[2]),

@@ -51,7 +51,6 @@ _SPLIT, _WHOLE = (True, False), (False, False)
 
 
 def batched_product(one: Tensor, other: Tensor) -> Tensor:
-    """`torch.bmm`, of factors in bfloat16 with a result in float32."""
     if one.dtype == other.dtype == torch.bfloat16 and one.is_cuda:
         found: Tensor = torch.bmm(one, other, out_dtype=torch.float32)
         return found
@@ -91,8 +90,7 @@ def pays(rows: int, inner: int, columns: int, *factors: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, on tensor cores where that pays."""
-    found = fast_linear(x, weight, bias)
+    found = fast_linear(x, weight, bias) if x.device.type == DEVICE else None
     return F.linear(x, weight, bias) if found is None else found
 
 
@@ -112,8 +110,6 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 class _Linear(torch.autograd.Function):
-    """The layer, and the gradient of its input, by `product`."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight)
@@ -242,7 +238,8 @@ def _tile(rows: int, columns: int, inner: int, batch: int) -> tuple[int, int, in
     numbers = batch * (rows + columns + inner - batch)
     room = max(_AT_ONCE, min(_MOST_AT_ONCE, int(_PART_AT_ONCE * numbers)))
     high, wide = min(rows, _SIDE), min(columns, _SIDE)
-    length = _length(inner, min(_LONGEST, max(_SHORTEST, room // (high + wide))))
+    chunks = -(-inner // min(_LONGEST, max(_SHORTEST, room // (high + wide))))
+    length = -(-inner // (chunks * _ALIGNED)) * _ALIGNED
     both = room // length
     if rows <= columns:
         high = max(high, min(rows, both // 2))
@@ -251,12 +248,6 @@ def _tile(rows: int, columns: int, inner: int, batch: int) -> tuple[int, int, in
         wide = max(wide, min(columns, both // 2))
         high = max(high, both - wide)
     return length, high, wide
-
-
-def _length(inner: int, most: int) -> int:
-    """Of equal chunks of at most so many numbers."""
-    chunks = -(-inner // most)
-    return -(-inner // (chunks * _ALIGNED)) * _ALIGNED
 
 
 def _ranges(count: int, most: int) -> list[slice]:

@@ -59,7 +59,6 @@ class LayerFault(NamedTuple):
     fixable: bool = True
 
     def describe(self, name: str, module: nn.Module) -> str:
-        """The same as a sentence about a module."""
         hint = " (dpsur.fix does this)" if self.fixable else ""
         kind = type(module).__name__
         return f"module {name or '(root)'} ({kind}) {self.reason}; {self.remedy}{hint}"

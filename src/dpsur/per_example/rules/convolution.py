@@ -1,8 +1,14 @@
-"""Convolutions in one, two and three dimensions."""
+"""Convolutions in one, two and three dimensions.
+
+On a GPU, in full float32, the library for convolutions chooses by heuristics that are an order of
+magnitude off for some shapes. What is chosen here instead computes the same. The limits are round
+numbers between shapes that were measured on an H200 (`reproduction/bench/convolution_kernels.py`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +25,6 @@ from dpsur.per_example.contributions import (
     Rows,
     instantiating_pays,
     split_dimension,
-)
-from dpsur.per_example.kernels.convolution import (
-    Geometry,
-    convolve,
-    from_patches,
-    patches_pay,
-    rounding_pays,
 )
 from dpsur.per_example.kernels.cuda_weight_grad import summed_gradient, summing_pays
 from dpsur.per_example.kernels.fused import (
@@ -86,7 +85,6 @@ class Sliding(Contribution):
         return InnerNorms.concatenate(parts)
 
     def weighted_sum(self, factors: Factors) -> Tensor:
-        """The usual gradient of the weight, from scaled output gradients."""
         window, finite = self.window, self.finite_inputs
         if self.rounds:
             return self._rounded_sum(factors)
@@ -138,7 +136,6 @@ class Sliding(Contribution):
         return found
 
     def per_example(self) -> Tensor:
-        """Patches times output gradients, for a kernel that is used several times."""
         return self.products().per_example().view(-1, *self.weight_shape)
 
     def products(self) -> Products:
@@ -155,7 +152,6 @@ class Sliding(Contribution):
 def _scaled(
     inputs: Tensor, outputs: Tensor, factors: Factors, *, finite: bool
 ) -> tuple[Tensor, Tensor]:
-    """Inputs, without those of dropped examples, and output gradients times their factors."""
     return inputs if finite else factors.clean(inputs), factors.scale(outputs)
 
 
@@ -179,7 +175,7 @@ def convolution_map(
     known = None
     if padding_mode == "zeros" and not isinstance(padding, str):
         margins = _each(padding, sizes)
-        known = tape.known_inputs(input)
+        known = tape.known if tape.known is not None and tape.known.holds(input) else None
     else:
         margins = (0,) * len(sizes)
         pads: list[int] = []
@@ -233,7 +229,6 @@ def convolution_map(
 
 
 def _each(setting: Sizes | str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """A setting for every dimension; torch takes one number for all of them."""
     if isinstance(setting, str):
         return (0,) * len(sizes)
     several = (setting,) if isinstance(setting, int) else tuple(setting)
@@ -274,3 +269,149 @@ def _instantiate(inputs: Tensor, outputs: Tensor, window: Window, fold: int) -> 
 
 def _unfolded(rows: Tensor, fold: int) -> Tensor:
     return rows if fold == 1 else split_dimension(rows, 0, (-1, fold)).sum(1)
+
+
+# --- kernels for a GPU ----------------------------------------------------------------------------
+
+# Devices on which these choices pay.
+PAYS_ON = ("cuda",)
+# Maps of at most so many positions are small, layers of at most so many channels narrow.
+_SMALL_MAP, _NARROW = 16, 32
+# Layers of at least so many channels, on maps of at most so many positions, are wide.
+_WIDE, _MAP_OF_WIDE = 128, 64
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a convolution slides, with the padding that its kernel does itself."""
+
+    strides: tuple[int, ...]
+    margins: tuple[int, ...]
+    dilations: tuple[int, ...]
+    groups: int
+
+    def apply(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.strides) - 1]
+        output: Tensor = convolve(
+            input, weight, bias, self.strides, self.margins, self.dilations, self.groups
+        )
+        return output
+
+    def backward(
+        self, gradient: Tensor, input: Tensor, weight: Tensor, wanted: list[bool]
+    ) -> tuple[Tensor | None, ...]:
+        found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
+            gradient,
+            input,
+            weight,
+            [len(weight)],
+            self.strides,
+            self.margins,
+            self.dilations,
+            False,
+            [0] * len(self.strides),
+            self.groups,
+            wanted,
+        )
+        return found
+
+    def reversed(self, sizes: torch.Size) -> "Geometry | None":
+        """The convolution that leads from output gradients to input gradients, if it is one."""
+        margins = tuple(
+            dilation * (size - 1) - margin
+            for size, margin, dilation in zip(sizes, self.margins, self.dilations, strict=True)
+        )
+        if self.groups > 1 or any(stride > 1 for stride in self.strides) or min(margins) < 0:
+            return None
+        return Geometry(self.strides, margins, self.dilations, 1)
+
+
+def convolve(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    if input.device.type not in PAYS_ON or not input.requires_grad:
+        return geometry.apply(input, weight, bias)
+    output: Tensor = _Convolved.apply(input, weight, bias, geometry)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Convolved(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
+    ) -> Tensor:
+        ctx.geometry, ctx.dtype = geometry, input.dtype
+        needed = any(ctx.needs_input_grad[1:3]) or geometry.reversed(weight.shape[2:]) is None
+        ctx.save_for_backward(weight, input if needed else None)
+        return geometry.apply(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,), geometry = gradients, ctx.geometry
+        weight, input = ctx.saved_tensors
+        weight = weight.to(gradient.dtype)
+        input = None if input is None else input.to(gradient.dtype)
+        of_weight, of_bias = None, None
+        wanted = [False, *ctx.needs_input_grad[1:3]]
+        if any(wanted):
+            of_weight, of_bias = geometry.backward(gradient, input, weight, wanted)[1:]
+        of_input = _input_gradient(gradient, input, weight, geometry)
+        return of_input.to(ctx.dtype), of_weight, of_bias, None
+
+
+def _input_gradient(
+    gradient: Tensor, input: Tensor | None, weight: Tensor, geometry: Geometry
+) -> Tensor:
+    """Without strides a convolution with the kernel flipped, which has faster kernels."""
+    back = geometry.reversed(weight.shape[2:])
+    if back is not None:
+        flipped = weight.flip(list(range(2, weight.dim()))).transpose(0, 1).contiguous()
+        return back.apply(gradient, flipped, None)
+    if weight.dim() == 4 and geometry.groups == 1 and prod(gradient.shape[2:]) <= _SMALL_MAP:
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    assert input is not None
+    found = geometry.backward(gradient, input, weight, [True, False, False])[0]
+    assert found is not None
+    return found
+
+
+def patches_pay(inputs: Tensor, outputs: Tensor) -> bool:
+    """Whether a gradient of a kernel is found faster as one product with all patches."""
+    if inputs.device.type not in PAYS_ON:
+        return False
+    channels, height, places = inputs.shape[1], outputs.shape[1], prod(outputs.shape[2:])
+    if places <= _SMALL_MAP and max(channels, height) <= _NARROW:
+        return True
+    exact = not torch.backends.cudnn.allow_tf32
+    return exact and min(channels, height) >= _WIDE and places <= _MAP_OF_WIDE
+
+
+# Tiles of sums on tensor cores are this large; with less of a kernel they stay half empty.
+_LEAST_CHANNELS, _LEAST_ENTRIES = 32, 2**13
+
+
+def rounding_pays(inputs: Tensor, outputs: Tensor, window: Window) -> bool:
+    """Whether sums of weighted gradients are made faster on tensor cores, of rounded factors."""
+    if inputs.dim() not in (3, 4) or not has_kernels(inputs):
+        return False
+    height, width = outputs.shape[1], inputs.shape[1] * prod(window.sizes)
+    return min(height, width) >= _LEAST_CHANNELS and height * width >= _LEAST_ENTRIES
+
+
+def from_patches(
+    inputs: Tensor, outputs: Tensor, window: Window, factors: Factors, *, finite: bool
+) -> Tensor:
+    """Gradient of a kernel, summed over all examples, each times its factor (without groups).
+
+    `finite` tells that all inputs are, so that those of dropped examples need not be replaced.
+    """
+    channels, height = inputs.shape[1], outputs.shape[1]
+    width = channels * prod(window.sizes)
+    total = inputs.new_zeros(height, width)
+    step = examples_at_once(inputs, width * prod(outputs.shape[2:]))
+    for start in range(0, len(inputs), step):
+        some = slice(start, start + step)
+        part = factors.part(some)
+        kept = inputs[some] if finite else part.clean(inputs[some])
+        seen = patches(window.padded(kept), window, inside=True).mT.reshape(-1, width)
+        scaled = part.scale(outputs[some]).flatten(2).transpose(0, 1).reshape(height, -1)
+        total.addmm_(scaled, seen)
+    return total.view(height, *window.sizes, channels).movedim(-1, 1)

@@ -1,19 +1,13 @@
 """Linear layers, on single vectors and on sequences of them."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dpsur.functional.process_settings import as_autocast_sees, widen
 from dpsur.per_example.contributions import Outer, Output, Products, Rows, Shift
-from dpsur.per_example.kernels import products
+from dpsur.per_example.kernels.products import linear
 from dpsur.per_example.tape import Tape, Uses
-
-
-def _linear(x: Tensor) -> Callable[..., Tensor]:
-    return products.linear if x.device.type == products.DEVICE else F.linear
 
 
 def linear_map(
@@ -30,9 +24,9 @@ def linear_map(
     """
     input = as_autocast_sees(input)
     if some is None:
-        output = _linear(input)(input, weight, bias)
+        output = linear(input, weight, bias)
     else:
-        output = _linear(input)(input, weight[some], None if bias is None else bias[some])
+        output = linear(input, weight[some], None if bias is None else bias[some])
     return watch_linear(tape, output, input, weight, bias, some=some)
 
 

@@ -26,7 +26,6 @@ class Window:
         return F.pad(inputs, [m for margin in reversed(self.margins) for m in (margin, margin)])
 
     def with_height(self) -> "Window":
-        """The same on maps of the height 1, for a kernel that slides along one dimension."""
         return Window(
             (1, *self.sizes), (1, *self.strides), (1, *self.dilations), (0, *self.margins)
         )
@@ -47,17 +46,6 @@ def examples_at_once(inputs: Tensor, numbers: int) -> int:
     if inputs.device.type != "cpu":
         limit = min(_MOST_ELSEWHERE, max(_LEAST_ELSEWHERE, 2 * inputs.numel()))
     return max(1, limit // numbers)
-
-
-def channels_inside(channels: int, window: Window, last: int) -> bool:
-    """Whether to copy patches with the channels innermost: what lies together is copied faster.
-
-    `last` is the number of positions in the last dimension.
-    """
-    dense = window.strides[-1] == 1
-    return channels * (window.sizes[-1] if window.dilations[-1] == 1 else 1) > (
-        last if dense else 1
-    )
 
 
 def patches(padded: Tensor, window: Window, *, inside: bool) -> Tensor:
@@ -88,7 +76,9 @@ def instantiate(inputs: Tensor, outputs: Tensor, window: Window, groups: int) ->
     height, positions = outputs.shape[1], prod(outputs.shape[2:])
     kernel = prod(window.sizes)
     width = channels * kernel
-    inside = groups == 1 and channels_inside(channels, window, outputs.shape[-1])
+    # channels innermost, where that copies more numbers that lie together
+    together = channels * (window.sizes[-1] if window.dilations[-1] == 1 else 1)
+    inside = groups == 1 and together > (outputs.shape[-1] if window.strides[-1] == 1 else 1)
     rows = inputs.new_empty(examples * groups, height // groups, width // groups)
     flat = outputs.reshape(examples * groups, height // groups, positions)
     step = examples_at_once(inputs, width * positions)
@@ -166,14 +156,12 @@ def _terms(
 
 
 def inner_products_of(inputs: Tensor, window: Window, places: int) -> Tensor:
-    """`inner_products` of any number of examples, a few at a time."""
     step = max(1, _NUMBERS_FOR_TABLES // scratch_of(inputs, window, places))
     pieces = torch.split(inputs, step)
     return torch.cat([inner_products(piece, window, places) for piece in pieces])
 
 
 def scratch_of(inputs: Tensor, window: Window, places: int) -> int:
-    """Numbers that inner products of one example take on the way."""
     if _sharing_pays(inputs, window, places):
         return 2 * max(prod(inputs.shape[2:]), places) ** 2
     return places * max(places, inputs.shape[1] * prod(window.sizes))

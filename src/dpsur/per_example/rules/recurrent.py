@@ -6,7 +6,8 @@ and with them every weight is used as by a linear layer on a sequence. All other
 projections among them, are written out as one linear map after the other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from dpsur.functional.process_settings import widen
 from dpsur.per_example.contributions import Products, Rows
-from dpsur.per_example.kernels.recurrent_cells import lstm_cells, rounding_of_layers
+from dpsur.per_example.kernels.fused import LstmCells
 from dpsur.per_example.rules.linear import linear_map
 from dpsur.per_example.tape import Layout, NotSupportedError, Tape, Uses
 
@@ -37,7 +38,6 @@ class Weights:
 
     @staticmethod
     def of(module: nn.RNNBase | nn.RNNCellBase, layer: int | None = None) -> "Weights":
-        """Read the parameters of a layer, or of a cell, by the names that torch gives them."""
         ends = [""] if layer is None else [f"_l{layer}"]
         if isinstance(module, nn.RNNBase) and module.bidirectional:
             ends = [*ends, f"_l{layer}_reverse"]
@@ -222,17 +222,17 @@ class LstmRecurrence(torch.autograd.Function):
         cell: Tensor,
         kept: list[Tensor],
     ) -> Any:
-        """The states of all times, and the last cell; `gates` are their input part and biases."""
         directions, times, rows, width = *gates.shape[:3], hidden_weight.shape[2]
         states = gates.new_empty(directions, times + 1, rows, width)
         states[:, 0] = hidden
         weight, cells = hidden_weight.mT, torch.empty_like(states)
         active, squashed = torch.empty_like(gates), torch.empty_like(states[:, 1:])
         cells[:, 0] = cell
-        fused = lstm_cells(active, cells, squashed) if gates.is_contiguous() else None
-        with rounding_of_layers():
+        fused = LstmCells(active, cells, squashed)
+        launches = fused.there and gates.is_contiguous()
+        with _rounding_of_layers():
             for time in range(times):
-                if fused is not None:
+                if launches:
                     fused.forward(time, gates, torch.bmm(states[:, time], weight), states)
                     continue
                 before = torch.baddbmm(gates[:, time], states[:, time], weight)
@@ -253,9 +253,9 @@ class LstmRecurrence(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """The gates' gradients are multiples of the cells' and of the states'."""
         (outputs, last), (weight, active, cells, squashed) = gradients, ctx.saved_tensors
-        with rounding_of_layers():
-            fused = lstm_cells(active, cells, squashed)
-            if fused is None:
+        with _rounding_of_layers():
+            fused = LstmCells(active, cells, squashed)
+            if not fused.there:
                 gates, cell = _gate_slopes(outputs, last, weight, active, cells, squashed)
             else:  # one kernel per time, which writes those of the gates and overwrites the cell's
                 gates, cell = torch.empty_like(active), last.contiguous().clone()
@@ -270,7 +270,6 @@ class LstmRecurrence(torch.autograd.Function):
 def _gate_slopes(
     outputs: Tensor, last: Tensor, weight: Tensor, active: Tensor, cells: Tensor, squashed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the gates before activation, and of the first cell."""
     times, width = active.shape[1], outputs.shape[-1]
     enter, keep, fresh, leave = active.chunk(4, -1)
     to_cell = leave * (1 - squashed.square())
@@ -292,3 +291,14 @@ def _gate_slopes(
         by_gate[:, time, :, 3].mul_(hidden)
         cell = cell * keep[:, time]
     return gates, cell
+
+
+@contextmanager
+def _rounding_of_layers() -> Iterator[None]:
+    """Let a recurrence round where PyTorch's own would: it follows the setting of cuDNN."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
