@@ -248,8 +248,8 @@ class Contribution(ABC):
         """The same use as a sum of outer products, if it is one."""
         return None
 
-    def beside(self, other: "Contribution") -> "Contribution | None":  # noqa: ARG002
-        """This use and another one of the same parameter, if there is a better way than adding."""
+    def beside(self, other: "Contribution") -> "Rows | InnerNorms | None":  # noqa: ARG002
+        """Gradients or norms of this use and another one, if there is a better way than adding."""
         return None
 
     def tensors(self) -> list[Tensor]:
@@ -468,7 +468,7 @@ def gpu_instantiating_pays(
     return positions > 1 and formed < limit * between
 
 
-def combine(contributions: list[Contribution]) -> Contribution:
+def combine(contributions: list[Contribution]) -> Contribution | InnerNorms:
     """Several uses of one parameter as one, for norms: their gradients add up before the norm."""
     if len(contributions) == 1:
         return contributions[0]

@@ -12,7 +12,6 @@ At the end are those that the record level treats apart, whatever they are given
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,71 +42,41 @@ from dpsur.per_example.tape import NotSupportedError, Tape, Uses
 _TRANSPOSES = frozenset({"t", "mT", "T"})
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of a torch function that is given at least one followed weight."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    tape: Tape
-
-    @property
-    def name(self) -> str:
-        """What torch calls the function; an attribute of a tensor goes by its own name."""
-        name: str = getattr(self.func, "__name__", "")
-        if name != "__get__":
-            return name
-        return getattr(getattr(self.func, "__self__", None), "__name__", name)
-
-    @property
-    def given(self) -> list[Tensor]:
-        return tensors_of((self.args, self.kwargs))
-
-    @property
-    def followed(self) -> dict[int, Tensor]:
-        names = self.tape.names
-        return {i: value for i, value in enumerate(self.given) if id(value) in names}
-
-    @property
-    def others(self) -> list[Tensor]:
-        return [value for value in self.given if id(value) not in self.tape.names]
-
-    def on(self, tensors: list[Tensor]) -> Any:
-        args, kwargs = with_tensors((self.args, self.kwargs), tensors)
-        return self.func(*args, **kwargs)
+def name_of(func: Callable[..., Any]) -> str:
+    """What torch calls a function; an attribute of a tensor goes by its own name."""
+    name: str = getattr(func, "__name__", "")
+    if name != "__get__":
+        return name
+    return getattr(getattr(func, "__self__", None), "__name__", name)
 
 
-def derive(call: Call) -> Any:
+def derive(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """An operation on weights and constants only: its results are weights as well."""
-    tape, result = call.tape, call.func(*call.args, **call.kwargs)
-    followed = call.followed
+    result, all_given = func(*args, **kwargs), tensors_of((args, kwargs))
+    followed = {i: value for i, value in enumerate(all_given) if id(value) in tape.names}
     slots = {place: tape.names[id(value)] for place, value in followed.items()}
-    constants = [value.detach() for value in call.given]
+    constants = [value.detach() for value in all_given]
     kind = constants[0].device.type
     rounds, rounded = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def again(which: int, leaves: dict[int, Tensor]) -> Tensor:
         given = [leaves.get(place, value) for place, value in enumerate(constants)]
+        again_args, again_kwargs = with_tensors((args, kwargs), given)
         with torch.autocast(kind, rounded, enabled=rounds, cache_enabled=False):
-            return tensors_of(call.on(given))[which]
+            return tensors_of(func(*again_args, **again_kwargs))[which]
 
-    def carry(
-        which: int,
-        contributions: list[Contribution],
-        rows: Callable[[], Tensor],
-    ) -> Uses:
-        products = [one.products() for one in contributions] if call.name in _TRANSPOSES else []
+    def carry(which: int, uses: list[Contribution], rows: Callable[[], Tensor]) -> Uses:
+        products = [one.products() for one in uses] if name_of(func) in _TRANSPOSES else []
         if products and all(one is not None for one in products):
             for one in products:
                 yield slots[0], Products(one.outputs, one.inputs)  # type: ignore[union-attr]
             return
-        if call.func is F.embedding:  # as of positions: a gradient of the rows that are read
+        if func is F.embedding:  # as of positions: a gradient of the rows that are read
             if list(slots) != [1]:
                 raise NotSupportedError("an embedding whose numbers are parameters")
             tokens = constants[0].reshape(1, -1).expand(tape.examples, -1)
             outputs, size = rows().reshape(*tokens.shape, -1), len(constants[1])
-            padding = call.kwargs.get("padding_idx", call.args[2] if len(call.args) > 2 else None)
+            padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
             if padding is not None:
                 outputs = torch.where((tokens == padding % size).unsqueeze(-1), 0.0, outputs)
             sums = add_up_repeats(outputs, first_places(tokens))

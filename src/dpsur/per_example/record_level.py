@@ -63,8 +63,8 @@ from dpsur.per_example.operations import (
     OPERATION_RULES,
     PRODUCTS,
     WRONG,
-    Call,
     derive,
+    name_of,
 )
 from dpsur.per_example.rules import RULES, kind_of, layer_fault
 from dpsur.per_example.tape import Layout, NotSupportedError, Segment, Tape
@@ -393,31 +393,35 @@ class RecordLevel(TorchFunctionMode):
 
     def _operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = self.tape
-        args, kwargs, _ = tape.with_params(args, kwargs)
-        call = Call(func, args, kwargs, tape)
-        in_place = call.name.endswith("_") and not call.name.endswith("__")
-        if in_place and call.name == "requires_grad_":
+        args, kwargs, given = tape.with_params(args, kwargs)
+
+        def on_copies() -> Any:
+            copied, named = with_tensors((args, kwargs), [self._copy(value) for value in given])
+            return func(*copied, **named)
+
+        name = name_of(func)
+        in_place = name.endswith("_") and not name.endswith("__")
+        if name == "requires_grad_":
             return args[0]
         if in_place and self.holds(args[0]) and not tape.follows(args[0]):
-            return call.on([self._copy(value) for value in call.given])  # into records' values
+            return on_copies()  # into records' values
         if in_place or kwargs.get("out") is not None:
             changed = kwargs.get("out", args[0] if args else None)
             if any(changed is value for value in tape.params.values()):
                 raise UnsupportedModelError(
-                    f"{call.name} changes a trained weight in place; use the operation without the "
+                    f"{name} changes a trained weight in place; use the operation without the "
                     "underscore, or change weights between steps"
                 )
             raise NotSupportedError("changes a tensor in place next to a trained weight")
-        if not any(map(is_functorch_wrapped_tensor, call.others)):
+        if not any(id(v) not in tape.names and is_functorch_wrapped_tensor(v) for v in given):
             with torch.enable_grad():
-                found = derive(call)
-            if not any(
-                map(is_functorch_wrapped_tensor, tensors_of(found))
-            ):  # as drawn at random for each
+                found = derive(tape, func, args, kwargs)
+            # else drawn at random for each
+            if not any(map(is_functorch_wrapped_tensor, tensors_of(found))):
                 return found
         if func in (F.embedding, F.embedding_bag):  # the padding row of one table alone is left out
             raise NotSupportedError("a table of vectors with a copy for each record")
-        return call.on([self._copy(value) for value in call.given])
+        return on_copies()
 
     def _for_each_record(self, made: Tensor) -> Tensor:
         """A tensor that the code has made, as one for each record that it may write to."""

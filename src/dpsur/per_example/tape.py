@@ -23,6 +23,7 @@ from dpsur.functional.tree import Params, tensors_of, with_tensors
 from dpsur.per_example.contributions import (
     Contribution,
     Factors,
+    InnerNorms,
     Rows,
     combine,
     split_dimension,
@@ -332,7 +333,7 @@ class Tape:
                     # Used for the sum too: gradients that nearly cancel, added up again in another
                     # way, would be rounded unlike their norm.
                     self.contributions[name] = [use]
-                measures.append(use.measure())
+                measures.append(use if isinstance(use, InnerNorms) else use.measure())
         if measures:
             norms = whole_norms(measures, sum(value.numel() for value in self.params.values()))
         else:

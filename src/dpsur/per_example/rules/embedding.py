@@ -11,7 +11,6 @@ from dpsur.per_example.contributions import (
     Contribution,
     Factors,
     InnerNorms,
-    Measure,
     Products,
     Rows,
     part_norms,
@@ -54,10 +53,10 @@ class Lookups(Contribution):
         """Reading row v is multiplying by unit vector v: for a table that is a linear layer too."""
         return Products(self.outputs, self._chosen())
 
-    def beside(self, other: Contribution) -> Contribution | None:
+    def beside(self, other: Contribution) -> Rows | InnerNorms | None:
         """With a linear layer over the same table, as in a language model whose ends are tied."""
         if isinstance(other, Products) and other.inputs.shape[1] > 1:
-            return TiedLookups(self, other)
+            return self._tied_norms(other)
         if isinstance(other, Rows):
             examples, width = len(self.tokens), self.outputs.shape[-1]
             first = torch.arange(examples, device=self.tokens.device).unsqueeze(1)
@@ -67,45 +66,30 @@ class Lookups(Contribution):
             return Rows(total.view_as(other.rows))
         return None
 
-    def _chosen(self) -> Tensor:
-        tokens = torch.arange(self.table_rows, device=self.tokens.device)
-        return (self.tokens.unsqueeze(-1) == tokens).to(self.outputs.dtype)
+    def _tied_norms(self, linear: Products) -> InnerNorms:
+        """Squared norms of both uses and twice their inner product.
 
-
-@dataclass(frozen=True)
-class TiedLookups(Contribution):
-    """A table that is read by tokens and multiplied with as well, for norms.
-
-    With x_t and g_t the inputs and output gradients of the linear layer and e_s the gradient of
-    what token v_s read, the gradient is sum_t g_t x_t^T + sum_s 1_{v_s} e_s^T. The inner product of
-    its two parts is sum_st g_t[v_s] (x_t . e_s), so no vector as long as the table is made.
-    """
-
-    lookups: Lookups
-    linear: Products
-
-    def measure(self) -> Measure:
-        """Squared norms of both parts and twice their inner product."""
-        linear, tokens, slopes = self.linear, self.lookups.tokens, self.lookups.outputs
-        own = linear.measure()
-        assert isinstance(own, InnerNorms)
-        chosen = tokens.unsqueeze(1).expand(-1, linear.outputs.shape[1], -1)
+        With x_t and g_t the inputs and output gradients of the linear layer and e_s the gradient of
+        what token v_s read, the gradient is sum_t g_t x_t^T + sum_s 1_{v_s} e_s^T. The inner
+        product of its two parts is sum_st g_t[v_s] (x_t . e_s), so no vector as long as the table
+        is made.
+        """
+        own = InnerNorms.of_factors(linear.inputs, linear.outputs)
+        chosen = self.tokens.unsqueeze(1).expand(-1, linear.outputs.shape[1], -1)
         inputs, read = widen(linear.inputs), widen(linear.outputs.gather(2, chosen))
-        sizes = torch.linalg.vector_norm(slopes, dim=2)
+        sizes = torch.linalg.vector_norm(self.outputs, dim=2)
         alone = sizes.square().sum(1)
-        between = torch.bmm(inputs, slopes.mT).mul_(read)
+        between = torch.bmm(inputs, self.outputs.mT).mul_(read)
         squares = own.squares + alone + 2 * between.sum((1, 2))
         norms = torch.linalg.vector_norm(inputs, dim=2, keepdim=True)
         most = torch.bmm(norms.mT, torch.bmm(read.abs_(), sizes.unsqueeze(2)))[:, 0, 0]
-        terms = own.terms + tokens.shape[1]
+        terms = own.terms + self.tokens.shape[1]
         errors = own.errors + rounding(terms, squares.dtype) * (alone + 2 * most)
         return InnerNorms(squares, errors, terms)
 
-    def weighted_sum(self, factors: Factors) -> Tensor:
-        return self.linear.weighted_sum(factors) + self.lookups.weighted_sum(factors)
-
-    def per_example(self) -> Tensor:
-        return self.linear.per_example() + self.lookups.per_example()
+    def _chosen(self) -> Tensor:
+        tokens = torch.arange(self.table_rows, device=self.tokens.device)
+        return (self.tokens.unsqueeze(-1) == tokens).to(self.outputs.dtype)
 
 
 def first_places(tokens: Tensor) -> Tensor:
