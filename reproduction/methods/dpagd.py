@@ -24,7 +24,7 @@ from dpsur.methods.base import (
     check_batch_size,
 )
 from dpsur.options import GATES, OPTIMIZER, UPDATES, option
-from dpsur.per_example.evaluation import record_losses
+from dpsur.per_example.record_function import record_losses
 from dpsur.privacy.accounting import check_covers_steering
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, NoisyChoice, SampledGaussian, Step, Trial

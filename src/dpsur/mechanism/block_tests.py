@@ -21,7 +21,7 @@ from dpsur.mechanism.proposer import Sampler
 from dpsur.mechanism.state import START, State
 from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws
 from dpsur.per_example import ClippedSum, clipped_norms
-from dpsur.per_example.evaluation import record_losses, record_outputs
+from dpsur.per_example.record_function import record_losses, record_outputs
 from dpsur.privacy.events import Gaussian, SampledGaussian
 from dpsur.privacy.statement import ACCURACY, BRIER
 

@@ -48,7 +48,7 @@ from dpsur.mechanism.noise_table import DEVIATION
 from dpsur.mechanism.proposer import Adam, GradientProposer, Sgd
 from dpsur.mechanism.state import Candidate, Gate, Procedure, Proposer, State, Verdict
 from dpsur.mechanism.streams import VAL_BATCH, VAL_NOISE, Draws, Stream, Streams
-from dpsur.per_example.evaluation import record_losses
+from dpsur.per_example.record_function import record_losses
 from dpsur.privacy.account import Account
 from dpsur.privacy.events import CoinTest, Event, Ledger, Step, Test, Trial
 from dpsur.privacy.plan import Plan

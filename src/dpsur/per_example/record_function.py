@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,30 @@ from dpsur.errors import (
     UnsupportedModelError,
 )
 from dpsur.functional.problem import (
+    EVALUATION_ROWS,
     Attributes,
     CountedData,
+    Objective,
+    call,
+    losses_one_by_one,
+    mode,
+    output_rows,
     use_weights,
     without_flattening,
     without_side_effects,
 )
 from dpsur.functional.process_settings import seeded_globally, widen
-from dpsur.functional.tree import Params, keep, map_tensors, tensors_of
+from dpsur.functional.records import Examples
+from dpsur.functional.tree import (
+    Params,
+    TensorTree,
+    concatenate_rows,
+    keep,
+    map_tensors,
+    row_count,
+    split_rows,
+    tensors_of,
+)
 from dpsur.per_example.contributions import Rows
 from dpsur.per_example.record_level import LIBRARIES, RecordLevel, only_trusted_rules
 from dpsur.per_example.tape import KnownInputs, NotSupportedError, Tape
@@ -364,14 +380,14 @@ class RecordFunction:
         }
         draws = _own_draws(batch, records)
 
-        def call(record: int) -> Any:
+        def run(record: int) -> Any:
             own = {name: value[record] for name, value in copies.items()}
             with self._calling(own), self._without_side_effects(params), draws[record]():
                 return function(slice_records(batch, record))
 
-        outputs = [map_tensors(keep, call(i), otherwise=_none) for i in range(records)]
+        outputs = [map_tensors(keep, run(i), otherwise=_none) for i in range(records)]
         with torch.no_grad():
-            again = tensors_of(call(0))
+            again = tensors_of(run(0))
         for first, second in zip(tensors_of(outputs[0]), again, strict=True):
             if first.is_floating_point():
                 check_again(first.detach().double().norm(), second.double().norm())
@@ -553,3 +569,36 @@ def _own_draws(batch: Any, records: int) -> list[Callable[[], AbstractContextMan
     device = tensors_of(batch)[0].device
     seeds = torch.randint(2**62, (records,), device="cpu").tolist()
     return [partial(seeded_globally, seed, device) for seed in seeds]
+
+
+# --- outputs and losses in evaluation mode -------------------------------------------------------
+
+# Which way works for a model: it is not kept alive by this.
+_ways: WeakKeyDictionary[nn.Module, dict[object, Way]] = WeakKeyDictionary()
+
+
+def record_outputs(objective: Objective, params: Params, inputs: TensorTree) -> TensorTree:
+    """Outputs in evaluation mode, each record alone, for tests that add up what records give.
+
+    A model that lets records meet would let one of them change the values of all.
+    """
+    model = objective.model
+    own = dict(model.named_parameters())
+    trained = {name: own[name] for name in params}
+    records = RecordFunction((model,), trained, ways=_ways.setdefault(model, {}))
+
+    def function(one: TensorTree) -> TensorTree:
+        return output_rows(call(model, one))
+
+    parts = []
+    with torch.no_grad(), mode(model, training=False):
+        for part in split_rows(inputs, EVALUATION_ROWS):
+            alone = map_tensors(lambda value: value.unsqueeze(1), part)
+            _, found = records.run(function, alone, row_count(part), params=params)
+            parts.append(map_tensors(lambda value: value.flatten(0, 1), found))
+    return concatenate_rows(parts)
+
+
+def record_losses(objective: Objective, params: Params, examples: Examples) -> Tensor:
+    outputs = record_outputs(objective, params, examples.inputs)
+    return losses_one_by_one(objective.loss, outputs, examples.targets)

@@ -132,21 +132,17 @@ class RecordLevel(TorchFunctionMode):
                     stack.enter_context(use_weights(model, weight))
                 stack.enter_context(without_flattening(members))
             stack.enter_context(self.rules())
-            stack.enter_context(self._inside())
-            yield
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """The level itself; its number is the depth at which it is entered."""
-        lazy_load_decompositions()
-        number, self.number = self.number, _vmap_increment_nesting(self.tape.examples, "different")
-        paused, self._paused = self._paused, False
-        try:
-            with self:
-                yield
-        finally:
-            _vmap_decrement_nesting()
-            self.number, self._paused = number, paused
+            lazy_load_decompositions()
+            number, paused = self.number, self._paused
+            # its number is the depth at which it is entered
+            self.number = _vmap_increment_nesting(self.tape.examples, "different")
+            self._paused = False
+            try:
+                with self:
+                    yield
+            finally:
+                _vmap_decrement_nesting()
+                self.number, self._paused = number, paused
 
     @contextmanager
     def rules(self) -> Iterator[None]:

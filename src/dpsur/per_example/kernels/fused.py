@@ -78,7 +78,7 @@ def has_kernels(values: Tensor) -> bool:
 
 
 def rounded_gradients(
-    inputs: Tensor, outputs: Tensor, window: "Window", groups: int = 1, tile: Tile | None = None
+    inputs: Tensor, outputs: Tensor, window: "Window", groups: int = 1
 ) -> tuple[Tensor, Tensor] | None:
     """Gradient of a kernel for every example, of rounded factors, and its squared norm.
 
@@ -98,10 +98,9 @@ def rounded_gradients(
     count, channels, sides = examples * groups, inputs.shape[1] // groups, inputs.shape[2:]
     height, maps = outputs.shape[1] // groups, outputs.shape[2:]
     width, places = channels * prod(window.sizes), prod(maps)
-    if tile is None:
-        tile = _NARROW if height <= _NARROW[0] else _WIDE
-        if height <= _SMALL[0]:  # of few output channels, such as one in a group
-            tile = _SMALL if width <= _SMALL[1] else _FLAT
+    tile = _NARROW if height <= _NARROW[0] else _WIDE
+    if height <= _SMALL[0]:  # of few output channels, such as one in a group
+        tile = _SMALL if width <= _SMALL[1] else _FLAT
     out, across, step, warps, stages = tile
     step = step if kept == torch.float32 else 2 * step
     tiles = -(-height // out) * -(-width // across)
