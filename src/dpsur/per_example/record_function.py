@@ -372,16 +372,15 @@ class RecordFunction:
         held = self._held(params)
         tape = Tape(held, records)
         tape.incomplete = True  # values of records may decide which experts are called
-        copies = {
-            name: tape.copies(value)
-            if torch.is_grad_enabled()
-            else value.expand(records, *value.shape)
-            for name, value in held.items()
-        }
+        copies = {name: value.expand(records, *value.shape) for name, value in held.items()}
+        if torch.is_grad_enabled():
+            copies = {name: tape.copies(value) for name, value in held.items()}
+        # all at once: the gradient of one row of a tensor is as large as the tensor
+        views = {name: value.unbind() for name, value in copies.items()}
         draws = _own_draws(batch, records)
 
         def run(record: int) -> Any:
-            own = {name: value[record] for name, value in copies.items()}
+            own = {name: value[record] for name, value in views.items()}
             with self._calling(own), self._without_side_effects(params), draws[record]():
                 return function(slice_records(batch, record))
 

@@ -244,7 +244,9 @@ def _rows(
     """
     shape = -1, outputs.shape[1], inputs.shape[1] // groups, *window.sizes
     if inputs.dim() == 3:  # along one dimension: maps of the height 1
-        inputs, outputs, window = inputs.unsqueeze(2), outputs.unsqueeze(2), window.with_height()
+        sizes, strides, dilations = window.sizes, window.strides, window.dilations
+        window = Window((1, *sizes), (1, *strides), (1, *dilations), (0, *window.margins))
+        inputs, outputs = inputs.unsqueeze(2), outputs.unsqueeze(2)
     found: tuple[Tensor, Tensor | None] | None = None
     if groups > 1 and groups == inputs.shape[1]:
         found = depthwise_gradients(inputs, outputs, window)

@@ -14,8 +14,6 @@ from dpsur.per_example.tape import Tape, Uses
 
 # From the gradient of an output to sums of it times normalised inputs, and of itself; or None.
 Sums = Callable[[Tensor], tuple[Tensor, Tensor] | None]
-# From values in the shape (examples, fold, ...) to one row per example in the parameter's shape.
-Collect = Callable[[Tensor], Tensor]
 
 
 def group_norm_map(
@@ -37,7 +35,7 @@ def group_norm_map(
     else:
         output = F.group_norm(input, num_groups, weight, bias, eps)
     normalise = partial(F.group_norm, input, num_groups, None, None, eps)
-    return _scaled(tape, output, weight, bias, normalise, _by_channel, sums)
+    return _scaled(tape, output, weight, bias, normalise, None, sums)
 
 
 def layer_norm_map(
@@ -60,7 +58,7 @@ def layer_norm_map(
     else:
         output = F.layer_norm(input, shape, weight, bias, eps)
     normalise = partial(F.layer_norm, input, shape, None, None, eps)
-    return _scaled(tape, output, weight, bias, normalise, _by_entry(shape), sums)
+    return _scaled(tape, output, weight, bias, normalise, shape, sums)
 
 
 def rms_norm_map(
@@ -74,7 +72,7 @@ def rms_norm_map(
     shape = list(normalized_shape)
     output = F.rms_norm(input, shape, weight, eps)
     normalise = partial(F.rms_norm, input, shape, None, eps)
-    return _scaled(tape, output, weight, None, normalise, _by_entry(shape))
+    return _scaled(tape, output, weight, None, normalise, shape)
 
 
 def _scaled(
@@ -83,11 +81,18 @@ def _scaled(
     weight: Tensor | None,
     bias: Tensor | None,
     normalise: Callable[[], Tensor],
-    collect: Collect,
+    shape: list[int] | None,
     sums: Sums | None = None,
 ) -> Tensor:
-    layout = tape.examples_in(output, axis=0 if collect is _by_channel else None)
+    """The output, watched: of a layer with parameters of this shape, or with one per channel."""
+    layout = tape.examples_in(output, axis=0 if shape is None else None)
     scale, shift = tape.slot(weight), tape.slot(bias)
+
+    def collect(values: Tensor) -> Rows:
+        parts = layout.split(widen(values))
+        if shape is not None:
+            return Rows(parts.reshape(len(parts), -1, *shape).sum(1))
+        return Rows(parts.flatten(3).sum((1, 3)) if parts.dim() > 3 else parts.sum(1))
 
     def record(gradient: Tensor) -> Uses:
         found = sums(gradient) if sums is not None and layout.fold == 1 else None
@@ -97,9 +102,9 @@ def _scaled(
                     yield slot, Rows(rows.view(len(rows), *tape.params[slot].shape))
             return
         if scale is not None:
-            yield scale, Rows(collect(layout.by_example(gradient * normalise())))
+            yield scale, collect(gradient * normalise())
         if shift is not None:
-            yield shift, Rows(collect(layout.by_example(gradient)))
+            yield shift, collect(gradient)
 
     return tape.watch(output, record)
 
@@ -120,11 +125,3 @@ def _has_kernel(input: Tensor) -> bool:
         and input.dim() > 2
         and input.numel() > 0
     )
-
-
-def _by_channel(values: Tensor) -> Tensor:
-    return values.flatten(3).sum((1, 3)) if values.dim() > 3 else values.sum(1)
-
-
-def _by_entry(shape: list[int]) -> Collect:
-    return lambda values: values.reshape(len(values), -1, *shape).sum(1)

@@ -25,11 +25,6 @@ class Window:
             return inputs
         return F.pad(inputs, [m for margin in reversed(self.margins) for m in (margin, margin)])
 
-    def with_height(self) -> "Window":
-        return Window(
-            (1, *self.sizes), (1, *self.strides), (1, *self.dilations), (0, *self.margins)
-        )
-
 
 # Patches are copies of the input, kernel-size times as large. They are made for a few examples at a
 # time: on a CPU as many as stay in its cache, elsewhere as many as keep it busy, but no more than

@@ -13,8 +13,8 @@ _Pair = tuple[int, int]
 DEVICE, _LEAST_CHANNELS, _LEAST_NUMBERS = "cpu", 4, 2**14
 
 
-def _faster_channels_last(input: Tensor) -> bool:
-    return (
+def max_pool(module: nn.MaxPool2d, tape: Tape, input: Tensor) -> Any:  # noqa: ARG001
+    faster_channels_last = (
         input.device.type == DEVICE
         and input.dtype in (torch.float32, torch.float64)
         and input.dim() == 4
@@ -22,10 +22,7 @@ def _faster_channels_last(input: Tensor) -> bool:
         and input.numel() >= _LEAST_NUMBERS
         and input.is_contiguous()
     )
-
-
-def max_pool(module: nn.MaxPool2d, tape: Tape, input: Tensor) -> Any:  # noqa: ARG001
-    if module.return_indices or not _faster_channels_last(input):
+    if module.return_indices or not faster_channels_last:
         return nn.MaxPool2d.forward(module, input)
     stride = module.kernel_size if module.stride is None else module.stride
     settings = (*map(_pair, (module.kernel_size, stride, module.padding, module.dilation)),)
