@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dpsur.functional.process_settings import as_autocast_sees, widen
 from dpsur.per_example.contributions import Outer, Output, Products, Rows, Shift
-from dpsur.per_example.kernels.products import linear
+from dpsur.per_example.kernels import products
 from dpsur.per_example.tape import Tape, Uses
 
 
@@ -23,10 +23,11 @@ def linear_map(
     The gradient of the weight is a sum of outer products over positions.
     """
     input = as_autocast_sees(input)
+    multiply = products.linear if input.device.type == products.DEVICE else F.linear
     if some is None:
-        output = linear(input, weight, bias)
+        output = multiply(input, weight, bias)
     else:
-        output = linear(input, weight[some], None if bias is None else bias[some])
+        output = multiply(input, weight[some], None if bias is None else bias[some])
     return watch_linear(tape, output, input, weight, bias, some=some)
 
 
