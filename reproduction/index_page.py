@@ -18,8 +18,9 @@ hours of an NVIDIA H200 in all, without the attacks, whose rows do not say. Many
 code, and with four processes the whole accuracy grid takes less
 ([measured](../reproduction.md#where-the-rows-were-made)). Data sets:
 `python -m reproduction data fetch all`, or `$DPSUR_DATA`. Beside these:
-[speed](speed.md), [several devices](scaling.md), [features](features.md),
-[the gate block](selection.md), [Opacus](opacus.md) and [reliability](reliability.md)."""
+[methods of the comparison](compared.md), [speed](speed.md), [several devices](scaling.md),
+[features](features.md), [the gate block](selection.md), [Opacus](opacus.md) and
+[reliability](reliability.md)."""
 COLUMNS = (
     Column("experiment", "name"),
     Column("what it shows", "text"),

@@ -3,8 +3,8 @@
     python -m reproduction.page_tables            print the lines that differ from the rows
     python -m reproduction.page_tables --write    write the tables into the pages
 
-A table of docs/reproduction.md is found by its header, others by the comment above them. Sentences
-are nobody's business here: figures that can change stand in tables.
+A table is found by the comment above it. Sentences are nobody's business here: figures that can
+change stand in tables.
 """
 
 import difflib
@@ -38,6 +38,7 @@ KINDS = {
 }
 NAMES = (
     "reproduction.md",
+    "tables/compared.md",
     "benchmarks.md",
     "tables/speed.md",
     "results.md",
@@ -61,15 +62,7 @@ def written(page: Path) -> str:
     """A page with the tables of the rows."""
     text = page.read_text(encoding="utf-8")
     marked = marked_tables()
-    text = _BLOCK.sub(lambda found: f"<!-- {found[1]} -->\n{marked[found[1]]}\n<!-- end -->", text)
-    for header, lines in tables() if page.name == "reproduction.md" else ():
-        before, found_header, after = text.partition(f"{header}\n")
-        assert found_header, f"no table is headed {header}"
-        rule, rest = after.split("\n", 1)
-        while rest.startswith("|"):
-            rest = rest.split("\n", 1)[1]
-        text = before + found_header + "\n".join([rule, *lines]) + "\n" + rest
-    return text
+    return _BLOCK.sub(lambda found: f"<!-- {found[1]} -->\n{marked[found[1]]}\n<!-- end -->", text)
 
 
 def marked_tables() -> dict[str, str]:
@@ -87,6 +80,17 @@ def marked_tables() -> dict[str, str]:
         _comment(simulated_heads.ROWS.stem): simulated_heads.table(),
         "options of a run": options_table.options(),
         "accuracy in short": short_table(list(FOUND.values()), paper_accuracy()).markdown(),
+        "controls": _headed(
+            "arm, momentum of rejected steps, accepted by, Fashion-MNIST, MNIST, CIFAR-10",
+            _controls(),
+        ),
+        "rates": _headed(
+            "best of seven rates on Fashion-MNIST, at epsilon 1, at epsilon 3, worst at epsilon 1, "
+            "worst at epsilon 3",
+            _best_and_worst_of_rates(),
+        ),
+        "DPAGD": _headed("data set, 1, 2, 3, 4, the paper's at 1 to 4", _beside_the_paper("dpagd")),
+        "DPIS": _headed("data set, DPIS, DP-SGD, the paper's DPIS", _dpis_at_three()),
     }
 
 
@@ -106,19 +110,10 @@ def _comment(name: str) -> str:
     return f"results/{name}.jsonl"
 
 
-def tables() -> Iterator[tuple[str, list[str]]]:
-    """The header of every table of the pages, and its lines."""
-    yield (
-        "| arm | momentum of rejected steps | accepted by | Fashion-MNIST | MNIST | CIFAR-10 |",
-        list(_controls()),
-    )
-    yield (
-        "| best of seven rates, Fashion-MNIST | at epsilon 1 | at epsilon 3 | worst at epsilon 1 | "
-        "worst at epsilon 3 |",
-        list(_best_and_worst_of_rates()),
-    )
-    yield "| data set | 1 | 2 | 3 | 4 | the paper, 1 to 4 |", list(_beside_the_paper("dpagd"))
-    yield "| data set | DPIS | DP-SGD | the paper's DPIS |", list(_dpis_at_three())
+def _headed(head: str, lines: Iterable[str]) -> str:
+    """A table whose head is a list of words."""
+    words = head.split(", ")
+    return "\n".join([_line(*words), _line(*["---"] * len(words)), *lines])
 
 
 def _line(*cells: object) -> str:

@@ -14,7 +14,14 @@ from reproduction.registry import EXPERIMENTS, experiment_named
 def test_tables_are_those_of_the_rows(page, tmp_path):
     text = page.read_text()
     assert page_tables.written(page) == text, "run: python -m reproduction.page_tables --write"
-    first = ("| a coin |", "| wrn-16-4", "| scattering-28", "| CIFAR-10 |", "| `--seed`")
+    first = (
+        "| a coin |",
+        "| MNIST | 97",
+        "| wrn-16-4",
+        "| scattering-28",
+        "| CIFAR-10 |",
+        "| `--seed`",
+    )
     line = next(line for line in text.splitlines() if line.startswith(first))
     wrong = tmp_path / page.name
     wrong.write_text(text.replace(line, f"{line}7"))
