@@ -65,6 +65,8 @@ class Preset:
 
 
 ENCODER, AUTO = "encoder", "auto"
+# Of linear models from zero on rows of norm 1.
+LINEAR: Mapping[str, Any] = {"schedule": "cosine", "momentum": 0.9, "gate": "none"}
 TABLE_UPDATES = 150
 # Gradients of a cross entropy on rows of norm 1 have a norm of at most the root of 2: a clip norm
 # of 1 keeps the sizes of nearly all. Much smaller ones make the model overconfident.
@@ -97,9 +99,7 @@ def table_options(facts: DataFacts) -> dict[str, Any]:
         "updates": TABLE_UPDATES,
         "max_grad_norm": clip,
         "learning_rate": min(rate, stable),
-        "schedule": "cosine",
-        "momentum": 0.9,
-        "gate": "none",
+        **LINEAR,
     }
 
 
@@ -223,10 +223,9 @@ def _about_blocks(facts: DataFacts, features: str | None, options: Mapping[str, 
 
 
 def encoder_preset(method: str, facts: DataFacts | None) -> Preset:
-    """The settings of a method for images of which these facts are public.
+    """The learning rate is left to the rule for linear models.
 
-    The learning rate is left to the rule for linear models. Every update is kept, with either
-    method: the settings were measured so.
+    Every update is kept, with either method: the settings were measured so.
     """
     check_method(ENCODER, method)
     if facts is None or facts.records is None or facts.shape is None or len(facts.shape) != 3:
@@ -256,9 +255,7 @@ def linear_options(records: int) -> dict[str, Any]:
         "updates": UPDATES,
         "max_grad_norm": CLIP_NORM,
         "learning_rate": "linear-head",
-        "schedule": "cosine",
-        "momentum": 0.9,
-        "gate": "none",
+        **LINEAR,
     }
 
 
