@@ -141,13 +141,9 @@ def run(options: argparse.Namespace) -> int:
     print(f"target: accuracy {found.train_accuracy:.2%} on its training records, ", end="")
     print(f"{found.test_accuracy:.2%} on others")
     print(f"{'attack':<24}{'accuracy':<24}{'AUC':<24}{'TPR at FPR 1%':<24}TPR at FPR 0.1%")
-    for name, figures in metrics.items():
-        cells = (
-            figures.balanced_accuracy,
-            figures.auc,
-            figures.tpr_at_1_percent,
-            figures.tpr_at_01_percent,
-        )
+    for name, found_by in metrics.items():
+        rates = found_by.tpr_at_1_percent, found_by.tpr_at_01_percent
+        cells = (found_by.balanced_accuracy, found_by.auc, *rates)
         print(f"{name:<24}" + "".join(f"{cell!s:<24}" for cell in cells).rstrip())
     print("accuracy: on as many members as others; in brackets, 95% intervals")
     return 0
