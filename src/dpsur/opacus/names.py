@@ -1,16 +1,13 @@
 """Every import path and name of Opacus 1.6: what stands for it here, or why nothing does.
 
-Modules of this package that have no file are made from the table below when they are imported. A
-name without a counterpart can be imported, since many programs import what they never use, and is
-refused with its remedy where it is called.
+Modules of this package that have no file are made from the table below. A name without a
+counterpart can be imported, since many programs import what they never use, and is refused with its
+remedy where it is called.
 """
 
 import sys
-from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -204,29 +201,11 @@ def find(name: str) -> Any:
     return type(name, (Refused,), {"remedy": REMEDIES[name], "__module__": ROOT})
 
 
-class _Modules(MetaPathFinder, Loader):
-    """Makes the modules of the table when they are imported."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        del path, target
-        name = fullname.removeprefix(f"{ROOT}.")
-        if name == fullname or name not in PATHS:
-            return None
-        return ModuleSpec(fullname, self, is_package=True)
-
-    def exec_module(self, module: ModuleType) -> None:
-        path = module.__name__.removeprefix(f"{ROOT}.")
-        below = [
-            name
-            for other, names in PATHS.items()
-            if f"{other}.".startswith(f"{path}.")
-            for name in names
-            if not name.startswith("_")
-        ]
-        module.__doc__ = f"Names of Opacus's module {path}."
-        module.__dict__.update(__getattr__=find, __all__=below)
-
-
-sys.meta_path.append(_Modules())
+for _path in sorted(PATHS):  # a package before what is in it
+    _module: Any = ModuleType(f"{ROOT}.{_path}", f"Names of Opacus's module {_path}.")
+    _below = (names for other, names in PATHS.items() if f"{other}.".startswith(f"{_path}."))
+    _module.__all__ = [name for names in _below for name in names if not name.startswith("_")]
+    _module.__getattr__, _module.__path__ = find, []
+    sys.modules[_module.__name__] = _module
+    _parent, _, _own = _module.__name__.rpartition(".")
+    setattr(sys.modules[_parent], _own, _module)
