@@ -128,17 +128,6 @@ class Sharding:
                 start = -4 * (-start // 4)
         return found
 
-    def distribute(self, name: str, value: Tensor) -> DTensor:
-        like = self.trained[name]
-        return DTensor.from_local(
-            value,
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
-
 
 class _ShardedTape(Tape):
     """Finds the parameter that a layer uses by its place: FSDP replaces the objects."""

@@ -167,8 +167,8 @@ class Gradients:
 
     KEPT_ON = ("cpu",)  # where memory for gradients is kept from step to step
 
-    def __init__(self, trained: dict[str, nn.Parameter], sharding: Sharding | None) -> None:
-        self._trained, self._sharding = trained, sharding
+    def __init__(self, trained: dict[str, nn.Parameter]) -> None:
+        self._trained = trained
         self._grads: Params = {}
         self._versions: dict[str, int] = {}
 
@@ -176,7 +176,7 @@ class Gradients:
         """Put zeros into `.grad`, where other code that clips or adds gradients leaves a trace."""
         self.check(unwatched, cleared=True)
         torch._foreach_zero_(list(self._made().values()))
-        self._put()
+        self.put()
 
     def check(self, unwatched: str | None, *, cleared: bool = False) -> None:
         """Refuse gradients that do not come from the clipped sum, or that were changed."""
@@ -228,29 +228,26 @@ class Gradients:
         if all(value.grad is None for value in self._trained.values()):
             self._grads = {}
 
-    def places(self) -> Params | None:
-        """Where the private gradient is to be written; None for one in shards."""
-        return self._made() if self._sharding is None else None
-
-    def hand_over(self, gradient: Params) -> None:
-        """Let the optimizer have the private gradient."""
-        if self._sharding is not None:
-            for name, grad in self._made().items():
-                grad.copy_(self._sharding.distribute(name, gradient[name]))
-        self._put()
+    def places(self) -> Params:
+        """Where the private gradient is to be written: of one in shards, this rank's."""
+        return {
+            name: grad.to_local() if isinstance(grad, DTensor) else grad
+            for name, grad in self._made().items()
+        }
 
     def _made(self) -> Params:
         """The memory of all gradients, side by side where that is how the weights lie."""
         if not self._grads:
             values = {name: value.detach() for name, value in self._trained.items()}
-            if self._sharding is None and all(each.is_contiguous() for each in values.values()):
+            shards = any(isinstance(each, DTensor) for each in values.values())
+            if not shards and all(each.is_contiguous() for each in values.values()):
                 # `data`: a change of one is no change of the others
                 self._grads = {name: each.data for name, each in empty_like(values).items()}
             else:
                 self._grads = {name: torch.empty_like(value) for name, value in values.items()}
         return self._grads
 
-    def _put(self) -> None:
+    def put(self) -> None:
         """Let parameters have their gradients, and note what these are now."""
         for name, value in self._trained.items():
             grad = self._grads[name]
@@ -278,7 +275,7 @@ class TrainedModule:
     ) -> None:
         self.module, self.trained, self.sharding = module, trained, sharding
         self.randomness, self.max_grad_norm = randomness, max_grad_norm
-        self.sums, self.gradients = Sums(), Gradients(trained, sharding)
+        self.sums, self.gradients = Sums(), Gradients(trained)
         self.calls: list[Any] = []  # of the module, whose backward pass has not come yet
         self.unwatched: str | None = None
         self.rounded = False
@@ -546,7 +543,8 @@ class ModuleUpdates(GradientSource):
     def propose(self, state: State, draws: Draws, position: Tensor) -> Candidate:
         undo = self.weights.undo() if self.undoes else None
         try:
-            self.watcher.gradients.hand_over(self.gradient(state, draws))
+            self.gradient(state, draws)
+            self.watcher.gradients.put()
             if self.weights.rates is not None and self.schedule is not None:
                 self.weights.rates.set(float(self.schedule(position)))
             cast(PrivateOptimizer, self.weights.optimizer).plain_step()
