@@ -17,7 +17,7 @@ def test_tables_are_those_of_the_rows(page, tmp_path):
     first = (
         "| a coin |",
         "| MNIST | 97",
-        "| wrn-16-4",
+        "| logistic",
         "| scattering-28",
         "| CIFAR-10 |",
         "| `--seed`",
