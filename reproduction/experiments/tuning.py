@@ -171,6 +171,7 @@ def main() -> None:
         for block, setting in sorted(chosen.items()):
             writer.writerow([*block, json.dumps(setting, sort_keys=True)])
     written.replace(PRESETS / TUNED)  # at once: other processes may be reading it
+    print("now write the tables of the library: python -m reproduction.presets")
 
 
 if __name__ == "__main__":

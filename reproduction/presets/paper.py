@@ -17,6 +17,7 @@ from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.events import SampledGaussian, Trial
 from dpsur.privacy.search import most_repetitions
 from reproduction.presets.settings import (
+    DATASET_SIZES,
     DELTA,
     PaperSetting,
     paper_setting,
@@ -47,11 +48,29 @@ NONPRIVATE: Mapping[str, Mapping[str, Any]] = {
 
 def paper_preset(method: str, task: str, epsilon: int) -> Preset:
     """The paper's settings of a method on a task at a budget."""
+    if task not in DATASET_SIZES:
+        known = ", ".join(DATASET_SIZES)
+        raise InvalidInputError(
+            f"preset paper has no settings for task {task}; it has {known}. With our settings: "
+            f"dpsur train --method {method} --task {task}"
+        )
+    if method not in BUILDERS:
+        known = ", ".join(BUILDERS)
+        raise InvalidInputError(f"preset paper has no settings for method {method}; it has {known}")
     return BUILDERS[method](paper_setting(task, epsilon))
 
 
-def tramer_boneh_preset(_: str, task: str, epsilon: int) -> Preset:
+def tramer_boneh_preset(method: str, task: str, epsilon: int) -> Preset:
     """Tramèr and Boneh's settings of DPSGD-TS, where the paper has those of DPSUR."""
+    if method != "dpsgd-ts":
+        raise InvalidInputError(
+            f"preset tramer-boneh has no settings for method {method}; it has dpsgd-ts"
+        )
+    if task not in TEMPERED:
+        known = ", ".join(TEMPERED)
+        raise InvalidInputError(
+            f"preset tramer-boneh has no settings for task {task}; it has {known}"
+        )
     return _as_tuned(paper_setting(task, epsilon))
 
 

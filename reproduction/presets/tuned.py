@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpsur.errors import InvalidInputError
 from dpsur.features import GROUP, NONE, PRIVATE
 from dpsur.presets import Preset
 from reproduction.presets.settings import tuned_setting
@@ -38,6 +39,12 @@ MODELS: Mapping[str, _Model] = {
 
 def tuned_preset(method: str, task: str, epsilon: int) -> Preset:
     """The settings of a method on a task."""
+    if task not in MODELS:
+        known = ", ".join(MODELS)
+        raise InvalidInputError(f"preset tuned has no settings for task {task}; it has {known}")
+    if method not in METHODS:
+        known = ", ".join(METHODS)
+        raise InvalidInputError(f"preset tuned has no settings for method {method}; it has {known}")
     model = MODELS[task]
     options = {**model.options, **METHODS[method]}
     chosen = tuned_setting(f"best-{method}", task, epsilon)

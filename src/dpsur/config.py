@@ -31,7 +31,7 @@ from dpsur.options import (
     option,
     to_plain,
 )
-from dpsur.presets import AUTO, ENCODER, DataFacts, Preset, explain_auto, preset_named
+from dpsur.presets import AUTO, ENCODER, PRESETS, DataFacts, Preset, explain_auto, preset_named
 from dpsur.privacy.accounting import ACCOUNTINGS, DEFAULT_ACCOUNTING, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.conversion import NOT_HELD_OUT
@@ -230,10 +230,10 @@ class RunConfig(checks.NamedArguments):
     )
     preset: str | None = option(
         None,
-        "settings that other options override, chosen from public facts; in the repository also "
-        "paper, tramer-boneh and tuned, by method, task and epsilon (default: auto, unless a "
-        "method or the gate loss or coin is named)",
-        names=(ENCODER, AUTO),
+        "settings that other options override: auto and encoder choose from public facts, paper, "
+        "tramer-boneh, tuned and a FILE.csv are tables by method, task and epsilon (default: auto, "
+        "unless a method or the gate loss or coin is named)",
+        names=PRESETS,
         group=MODEL,
         common=True,
     )

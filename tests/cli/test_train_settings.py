@@ -181,7 +181,7 @@ def test_resume_keeps_what_was_asked_for(method, points, tmp_path, monkeypatch):
 
 
 BAD = [
-    (["--preset", "thesis"], "unknown preset 'thesis'; choose one of encoder"),
+    (["--preset", "thesis"], "unknown preset 'thesis'; choose one of paper"),
     (["--preset", "paper"], "preset paper has no settings for task npz:"),
     (["--features", "wavelets"], "unknown features 'wavelets'; choose one of pixels"),
     (["--features", "scattering"], "the features scattering"),

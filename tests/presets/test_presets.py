@@ -14,7 +14,7 @@ from dpsur.features import FEATURES, NORMALISATIONS
 from dpsur.methods import METHODS, Nonprivate
 from dpsur.methods.gradient_method import linear_head_rate
 from dpsur.networks import build_network
-from dpsur.presets import PRESETS, DataFacts, explain_auto, preset_named
+from dpsur.presets import PRESETS, TABLES, DataFacts, explain_auto, preset_named
 from dpsur.privacy.accountants import pld, rdp
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, Menu, NoisyChoice, SampledGaussian, Trial
@@ -22,6 +22,8 @@ from dpsur.runs.input_features import InputFeatures
 from dpsur.tasks import TASKS
 from reproduction.presets import settings
 from reproduction.presets import tuned as tuned_presets
+from reproduction.presets.__main__ import FOLDER
+from reproduction.presets.__main__ import table as table_of
 from reproduction.presets.paper import TEMPERED
 from reproduction.presets.settings import DATASET_SIZES, DELTA, EPSILONS
 
@@ -193,14 +195,14 @@ def test_presets_can_be_changed_and_not_spoiled():
         (("paper", "dpsur", "fmnist", 0.5), "no settings for epsilon 0.5"),
         (("paper", "dpsur", "mnist-5k", 3), "no settings for task mnist-5k; it has mnist, fmnist"),
         (("paper", "dpsur", "npz:a.npz", 3), "no settings for task npz:a.npz"),
-        (("paper", "dpsgd-hf", "imdb", 3), "dpsgd-hf needs images for its scattering features"),
+        (("paper", "dpsgd-hf", "imdb", 3), "dpsgd-hf on task imdb; it has mnist, fmnist, cifar"),
         (
             ("paper", "sgd", "fmnist", 3),
             "preset paper has no settings for method sgd; it has dpsur, dpsgd,",
         ),
         (
             ("thesis", "dpsur", "fmnist", 3),
-            "unknown preset 'thesis'; choose one of encoder, auto",
+            "unknown preset 'thesis'; choose one of paper, tramer-boneh",
         ),
         (("tuned", "dpsur", "imdb", 3), "preset tuned has no settings for task imdb; it has fm"),
         (("tuned", "dpis", "mnist", 3), "no settings for method dpis; it has dpsgd, dpsur"),
@@ -215,8 +217,63 @@ def test_presets_that_are_not_there(arguments, message):
         preset_named(*arguments)
 
 
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_of_the_library_are_those_of_the_reproduction(name):
+    """`python -m reproduction.presets` writes them."""
+    assert (FOLDER / f"{name}.csv").read_text() == table_of(name)
+
+
+GOOD = {
+    **{
+        "method": "dpsgd",
+        "task": "mnist-5k",
+        "epsilon": "2.5",
+        "features": "",
+        "normalisation": "",
+    },
+    **{"network": "", "given": '{"batch_size": 64}', "chosen": ""},
+}
+
+
+def written(path, **changes):
+    row = {**GOOD, **changes}
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [name for name in row if row[name] is not None])
+        writer.writeheader()
+        writer.writerow({name: value for name, value in row.items() if value is not None})
+    return str(path)
+
+
+def test_a_table_of_your_own(tmp_path):
+    file = written(tmp_path / "settings.csv")
+    preset = preset_named(file, "dpsgd", "mnist-5k", 2.5)
+    assert (preset.options, preset.features) == ({"batch_size": 64}, None)
+    config = RunConfig.from_names(
+        {"task": "mnist-5k", "preset": file, "epsilon": 2.5, "device": "cpu"}, "dpsgd"
+    )
+    assert config.method.batch_size == 64
+    with pytest.raises(InvalidInputError, match="no settings for epsilon 3; choose one of 2.5"):
+        preset_named(file, "dpsgd", "mnist-5k", 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"given": None}, "lacks the column given"),
+        ({"given": "{"}, "line 2: "),
+        ({"given": "[1]"}, "line 2: .* must be JSON objects"),
+        ({"epsilon": "three"}, "line 2: could not convert"),
+    ],
+)
+def test_faulty_tables(tmp_path, changes, message):
+    with pytest.raises(InvalidInputError, match=message):
+        preset_named(written(tmp_path / "bad.csv", **changes), "dpsgd", "mnist-5k", 2.5)
+    with pytest.raises(InvalidInputError, match="cannot read preset"):
+        preset_named(str(tmp_path / "none.csv"), "dpsgd", "mnist-5k", 2.5)
+
+
 def test_every_method_of_the_paper_has_a_preset():
-    assert list(PRESETS) == ["encoder", "auto", "paper", "tramer-boneh", "tuned"]
+    assert list(PRESETS) == ["paper", "tramer-boneh", "tuned", "encoder", "auto"]
     for method in COMPARED:
         assert preset_named("paper", method, "mnist", 1).options
 

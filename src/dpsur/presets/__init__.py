@@ -1,18 +1,35 @@
-"""Settings by name, chosen from public facts, with the reasons.
+"""Settings by name: chosen from public facts, or read from a table.
 
-The name of a task plays no part in `auto`: renaming a data set changes nothing. Rows of norm 1
-(features of images, weighted words) get a linear model and plain DP-SGD, whose learning rate is
-known by a rule. Tables get the same on noisy quantiles in soft bins, with gradients of all records:
-one setting for all tables, which was chosen on held-out training records of nine
-(docs/tables/tables-rule.md has what other settings give, and what leaving a table out would
-choose). Any other model gets the gate `block`, which finds its learning rate and clip norm within
-the budget.
+`auto`: settings that are chosen from public facts alone, with the reasons. The name of a task plays
+no part: renaming a data set changes nothing. Rows of norm 1 (features of images, weighted words)
+get a linear model and plain DP-SGD, whose learning rate is known by a rule. Tables get the same on
+noisy quantiles in soft bins, with gradients of all records: one setting for all tables, which was
+chosen on held-out training records of nine (docs/tables/tables-rule.md has what other settings
+give, and what leaving a table out would choose). Any other model gets the gate `block`, which finds
+its learning rate and clip norm within the budget.
+
+A table is a CSV file with the settings of a method on a task at one epsilon, in the columns
+
+    method, task, epsilon    what the row is for
+    features, normalisation  how records are prepared; empty: as the task has them
+    network                  changes of the task's network, a JSON object
+    given, chosen            hyper-parameters, two JSON objects: those that stand in a paper, and
+                             those that were chosen by trying several
+
+`paper`, `tramer-boneh` and `tuned` are such files beside this module. They are written by
+`python -m reproduction.presets` in the repository, which also says where each number is from. A
+file of yours is named by its path: `--preset settings.csv`.
 """
 
+import csv
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
 
 from dpsur.errors import InvalidInputError
 from dpsur.features import FEATURES, MEAN, NONE, QUANTILES, TABLE
@@ -64,9 +81,83 @@ class Preset:
         return {**self.given, **self.chosen}
 
 
+TABLES = ("paper", "tramer-boneh", "tuned")
 ENCODER, AUTO = "encoder", "auto"
 # Of linear models from zero on rows of norm 1.
 LINEAR: Mapping[str, Any] = {"schedule": "cosine", "momentum": 0.9, "gate": "none"}
+PRESETS: Final = (*TABLES, ENCODER, AUTO)
+COLUMNS = (
+    *("method", "task", "epsilon", "features", "normalisation"),
+    *("network", "given", "chosen"),
+)
+Rows = dict[tuple[str, str, float], Preset]
+
+
+def table_preset(name: str, method: str, task: str, epsilon: float) -> Preset:
+    """The row of a table, or an error that says what the table has."""
+    text, shown = _text(name)
+    rows = _rows(text, shown)
+    wanted = (method, task, epsilon)
+    if wanted in rows:
+        return rows[wanted]
+    methods, tasks = [row[0] for row in rows], [row[1] for row in rows]
+    for kind, value, known in (("task", task, tasks), ("method", method, methods)):
+        if value not in known:
+            raise InvalidInputError(
+                f"preset {shown} has no settings for {kind} {value}; it has {_list(known)}. "
+                f"Without a preset: dpsur train --method {method} --task {task}"
+            )
+    epsilons = [row[2] for row in rows if row[:2] == (method, task)]
+    if not epsilons:
+        known = [row[1] for row in rows if row[0] == method]
+        raise InvalidInputError(
+            f"preset {shown} has no settings for method {method} on task {task}; it has "
+            f"{_list(known)}"
+        )
+    raise InvalidInputError(
+        f"preset {shown} has no settings for epsilon {epsilon:g}; choose one of "
+        f"{', '.join(f'{value:g}' for value in epsilons)}, or leave the preset out"
+    )
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(dict.fromkeys(names))
+
+
+def _text(name: str) -> tuple[str, str]:
+    if name in TABLES:
+        return (files("dpsur.presets") / f"{name}.csv").read_text(encoding="utf-8"), name
+    try:
+        return Path(name).read_text(encoding="utf-8"), name
+    except (OSError, UnicodeError) as error:
+        raise InvalidInputError(f"cannot read preset {name}: {error}") from None
+
+
+@cache
+def _rows(text: str, shown: str) -> Rows:
+    table = csv.DictReader(text.splitlines())
+    if missing := [column for column in COLUMNS if column not in (table.fieldnames or ())]:
+        raise InvalidInputError(f"preset {shown} lacks the column {missing[0]}")
+    rows: Rows = {}
+    for row in table:
+        try:
+            rows[row["method"], row["task"], float(row["epsilon"])] = _preset(row)
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(
+                f"preset {shown}, line {table.line_num}: {error or 'a value is missing'}"
+            ) from None
+    return rows
+
+
+def _preset(row: dict[str, Any]) -> Preset:
+    network, given, chosen = (
+        json.loads(row[column] or "{}") for column in ("network", "given", "chosen")
+    )
+    if not all(isinstance(values, dict) for values in (network, given, chosen)):
+        raise ValueError("network, given and chosen must be JSON objects")
+    return Preset(given, row["features"] or None, row["normalisation"] or None, network, chosen)
+
+
 TABLE_UPDATES = 150
 # Gradients of a cross entropy on rows of norm 1 have a norm of at most the root of 2: a clip norm
 # of 1 keeps the sizes of nearly all. Much smaller ones make the model overconfident.
@@ -259,16 +350,19 @@ def linear_options(records: int) -> dict[str, Any]:
     }
 
 
-# Makes a preset for a method, a task, epsilon and public facts.
-PRESETS: dict[str, Callable[[str, str, float, DataFacts | None], Preset]] = {
-    ENCODER: lambda method, _, __, facts: encoder_preset(method, facts),
-    AUTO: lambda method, _, __, facts: auto_preset(method, facts),
-}
-
-
 def preset_named(
     name: str, method: str, task: str, epsilon: float, facts: DataFacts | None = None
 ) -> Preset:
-    if name not in PRESETS:
-        raise InvalidInputError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
-    return PRESETS[name](method, task, epsilon, facts)
+    """The preset of a method on a task at a budget, or an error that says which there are.
+
+    `auto` and `encoder` follow from public facts: neither the task's name nor epsilon matters.
+    """
+    if name == AUTO:
+        return auto_preset(method, facts)
+    if name == ENCODER:
+        return encoder_preset(method, facts)
+    if name in TABLES or name.endswith(".csv"):
+        return table_preset(name, method, task, epsilon)
+    raise InvalidInputError(
+        f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}, or a file: settings.csv"
+    )
