@@ -259,7 +259,7 @@ class _Script:
             "dpsur.mechanism.gaussian.add_noise": self.release,
         }
         if form == "fit":
-            names["dpsur.mechanism.gaussian._joins"] = self.joins
+            names["dpsur.mechanism.gaussian.poisson_mask"] = self.joins
         patches = [mock.patch(name, value) for name, value in names.items()]
         for patch in patches:
             patch.start()

@@ -155,6 +155,20 @@ def test_a_gradient_that_is_lost_is_found(monkeypatch):
     assert gradient_error(NAMED["weights-squeezed rolled and as scores"]) > 1e-3
 
 
+def test_a_copy_of_a_weight_that_is_followed_as_one_is_found(monkeypatch):
+    """Its gradient went nowhere where a layer took it as its input."""
+
+    def copied(self, value):
+        if id(value) not in self.tape.names:
+            return value
+        with self._popped():
+            copies = self.tape.copies(value)
+        return self.hide(copies)
+
+    monkeypatch.setattr(record_level.RecordLevel, "_copy", copied)
+    assert gradient_error(NAMED["weights-learned queries added"]) > 1e-3
+
+
 @pytest.mark.parametrize("name", ["dispatch mode that mixes", "saved tensors that mix"])
 def test_onlookers_that_nobody_looks_for_are_found(monkeypatch, name):
     monkeypatch.setattr(record_level, "is_of_a_library", lambda _: True)

@@ -32,6 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
@@ -367,6 +369,7 @@ class Attributes:
                 if type(held[name]) not in _LEAVES:
                     self._add(held[name], module, name)
             if any(map(held.get, _USUAL)):
+                self._seen |= _spectral_buffers(module)
                 for name in _USUAL:
                     if held[name]:
                         self._add(held[name], module, name)
@@ -379,7 +382,7 @@ class Attributes:
 
     def _add(self, value: Any, module: nn.Module, name: str) -> None:
         if isinstance(value, Tensor):
-            if not value.is_inference():
+            if not value.is_inference() and id(value) not in self._seen:
                 self._tensors.append((value, value._version))
         elif isinstance(value, nn.Module):
             self._visit(value)
@@ -447,6 +450,15 @@ class Attributes:
             yield
         finally:
             now.put_back()
+
+
+def _spectral_buffers(module: nn.Module) -> set[int]:
+    """Buffers of spectral norms, which PyTorch changes by the weights alone."""
+    names = {"_u", "_v"} if type(module) is _SpectralNorm else set()
+    for hook in module._forward_pre_hooks.values():
+        if type(hook) is SpectralNorm:
+            names |= {f"{hook.name}_u", f"{hook.name}_v"}
+    return {id(module._buffers.get(name)) for name in names}
 
 
 def call_counted(func: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -230,7 +230,8 @@ class RecordLevel(TorchFunctionMode):
                 raise CouplingError(
                     "a tensor that depends on private records outlives its step"
                     f"{_keeper(self._models, alive[0])}; a later step could read it: compute it "
-                    "anew in each step, and keep nothing in attributes or globals",
+                    "anew in each step, and keep nothing in closures or globals; a private step puts "
+                    "attributes of modules back",
                     private=f"its shape for one record is {tuple(alive[0].shape)}",
                 )
         self._seen.clear()
@@ -430,7 +431,7 @@ class RecordLevel(TorchFunctionMode):
     def _copy(self, value: Tensor) -> Tensor:
         if id(value) not in self.tape.names:
             return value
-        with self._popped():
+        with self._popped(), torch._C.DisableTorchFunction():  # no derived weights
             copies = self.tape.copies(value)
         return self.hide(copies)
 

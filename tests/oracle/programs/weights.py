@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from tests.oracle.harness import BOUNDED, Setup, refused
-from tests.oracle.programs import family
+from tests.oracle.programs import add, family
 from tests.oracle.programs.models import mlp
-from tests.oracle.records import CLASSES, FEATURES, TABLE
+from tests.oracle.records import CLASSES, FEATURES, TABLE, TEXTS, WORDS
 
 legitimate, _ = family("weights")
 
@@ -204,3 +204,44 @@ def experts_that_some_batches_do_not_use():
 
     experts = {f"expert {number}": nn.Linear(FEATURES, CLASSES) for number in range(6)}
     return net(forward, layers={"gate": nn.Linear(FEATURES, 6), **experts})
+
+
+# --- weights as inputs of layers ------------------------------------------------------------------
+
+
+class Asking(nn.Module):
+    """Words that are read by a few learned vectors; programs say how."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.asked = nn.Embedding(WORDS, 8), nn.Parameter(torch.randn(1, 3, 8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.over_time, self.head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, CLASSES)
+
+    def read(self, words, asked):
+        raise NotImplementedError
+
+    def forward(self, text):
+        asked = self.asked.expand(len(text), -1, -1)
+        found = self.head(self.read(self.words(text), asked).mean(1))
+        all_layers = self.over_time(asked)[0].sum() + self.attention(asked, asked, asked)[0].sum()
+        return found + 0 * all_layers
+
+
+def asking(name, read):
+    kind = type("Model", (Asking,), {"read": read})
+
+    def make():
+        return Setup(kind(), criterion=F.cross_entropy)
+
+    add(TEXTS, make, family="weights", name=name, legitimate=True, fit=BOUNDED)
+
+
+asking("learned queries", lambda self, x, asked: self.attention(asked, x, x)[0])
+asking("learned queries added", lambda self, x, asked: asked + self.attention(asked, x, x)[0])
+asking("learned keys", lambda self, x, asked: self.attention(x, asked, asked)[0])
+asking("gru over both", lambda self, x, asked: self.over_time(torch.cat([asked, x], 1))[0])
+asking(
+    "gru over learned vectors from a record",
+    lambda self, x, asked: asked + self.over_time(asked, x.mean(1)[None])[0],
+)
