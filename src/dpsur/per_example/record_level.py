@@ -230,8 +230,8 @@ class RecordLevel(TorchFunctionMode):
                 raise CouplingError(
                     "a tensor that depends on private records outlives its step"
                     f"{_keeper(self._models, alive[0])}; a later step could read it: compute it "
-                    "anew in each step, and keep nothing in closures or globals; a private step puts "
-                    "attributes of modules back",
+                    "anew in each step, and keep nothing in closures or globals; a private step "
+                    "puts attributes of modules back",
                     private=f"its shape for one record is {tuple(alive[0].shape)}",
                 )
         self._seen.clear()
