@@ -130,9 +130,6 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    names = (
-        [line for line in info.read_text(encoding="utf-8").splitlines() if "model name" in line]
-        if info.exists()
-        else []
-    )
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line for line in lines if "model name" in line]
     return names[0].split(":", 1)[1].strip() if names else platform.machine()

@@ -16,7 +16,7 @@ from dpsur import checks
 from dpsur.errors import InvalidInputError, UnsupportedModelError
 from dpsur.functional.model_loss import split_labels
 from dpsur.functional.problem import call, output_rows
-from dpsur.functional.tree import TensorTree, map_tensors, tensors_of
+from dpsur.functional.tree import TensorTree, keep, map_tensors, tensors_of
 from dpsur.per_example.clipping import sum_of_outputs
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.report import SMALL
@@ -120,9 +120,7 @@ def _two_of(batch: Any) -> Any:
     """Two records of a batch; one that is alone stands for both."""
     if not all(value.dim() and len(value) for value in tensors_of(batch)):
         raise InvalidInputError("sample_batch is empty; pass at least one record")
-    return map_tensors(
-        lambda value: torch.cat([value[:1], value[:2][-1:]]), batch, otherwise=lambda value: value
-    )
+    return map_tensors(lambda value: torch.cat([value[:1], value[:2][-1:]]), batch, otherwise=keep)
 
 
 def _sum_of_outputs(model: nn.Module, inputs: TensorTree) -> Tensor:
@@ -197,10 +195,10 @@ def _problems_of_calls(
         kind = getattr(function, "__name__", type(function).__name__)
     model = copy.deepcopy(model).eval()
     device = next(model.parameters()).device
-    two = map_tensors(lambda value: value.to(device), two, otherwise=lambda value: value)
+    two = map_tensors(lambda value: value.to(device), two, otherwise=keep)
     trained = {n: value for n, value in model.named_parameters() if value.requires_grad}
     records = RecordFunction((model,), trained)
-    alone = map_tensors(lambda value: value.unsqueeze(1), two, otherwise=lambda value: value)
+    alone = map_tensors(lambda value: value.unsqueeze(1), two, otherwise=keep)
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             tape, losses, _ = records.tape(lambda one: function(model, one), alone, 2)
@@ -323,7 +321,8 @@ def _replace_batch_norm(module: _BatchNorm, how: str) -> tuple[str, nn.Module]:
         new: nn.Module = FrozenNorm(module)
         text = "normalises by its running statistics, which stay as they are"
     else:
-        groups = _groups(channels)
+        most = min(_MOST_GROUPS, max(1, channels // _LEAST_CHANNELS))
+        groups = max(groups for groups in range(1, most + 1) if channels % groups == 0)
         new = nn.GroupNorm(groups, channels, module.eps, module.affine)
         text = f"replaced by GroupNorm({groups}, {channels}); its running statistics are gone"
     if module.affine:
@@ -336,11 +335,6 @@ def _replace_batch_norm(module: _BatchNorm, how: str) -> tuple[str, nn.Module]:
         new = new.to(module.weight.device, module.weight.dtype)
     new.train(module.training)
     return text, new
-
-
-def _groups(channels: int) -> int:
-    most = min(_MOST_GROUPS, max(1, channels // _LEAST_CHANNELS))
-    return max(groups for groups in range(1, most + 1) if channels % groups == 0)
 
 
 class FrozenNorm(nn.Module):

@@ -365,12 +365,8 @@ class RecordLevel(TorchFunctionMode):
             return NotImplemented
         place, name = (1, "mat1") if func is torch.addmm else (0, "input")
         input = args[place] if len(args) > place else kwargs[name]
-        if (
-            trained
-            and not tape.swaps_weights
-            and not self.holds(input)
-            and tape.slot(input) is None
-        ):
+        constant = not self.holds(input) and tape.slot(input) is None
+        if trained and constant and not tape.swaps_weights:
             # a sharded weight has no other way than its rule: constants, such as positions, enter
             entered = self._for_each_record(input)
             given = [entered if value is input else value for value in given]
@@ -503,21 +499,8 @@ def _without_tensors(tree: Any) -> Any:
 
 
 # What has a rule though it is not trained: PyTorch cannot batch it, or not so fast. Attention holds
-# its weights in others.
-_ALWAYS = frozenset(
-    {
-        nn.LSTM,
-        nn.GRU,
-        nn.RNN,
-        nn.LSTMCell,
-        nn.GRUCell,
-        nn.RNNCell,
-        nn.MultiheadAttention,
-        nn.MaxPool2d,
-        F.linear,
-        F.embedding_bag,
-    }
-)
+# its weights in others. (Rules that a user adds are for trained layers.)
+_ALWAYS = frozenset({*RULES, F.linear, F.embedding_bag})
 
 
 _OVERRIDDEN = "has_overridden_vmap_rule"

@@ -104,8 +104,23 @@ def summed_gradient(inputs: Tensor, outputs: Tensor, window: Window) -> Tensor |
         return None
     together = _channels_together(inputs, outputs, window)
     threads = -(-together * window.sizes[0] // _WARP) * _WARP
-    constants = compiler.shapes(inputs, outputs, window)
-    constants += (("TOGETHER", together), ("THREADS", threads), ("SLOPES_APART", _SLOPES_APART))
+    constants = (
+        ("IN_CHANNELS", inputs.shape[1]),
+        ("IN_HIGH", inputs.shape[2]),
+        ("IN_WIDE", inputs.shape[3]),
+        ("OUT_CHANNELS", outputs.shape[1]),
+        ("HIGH", outputs.shape[2]),
+        ("WIDE", outputs.shape[3]),
+        ("KERNEL_HIGH", window.sizes[0]),
+        ("KERNEL_WIDE", window.sizes[1]),
+        ("STRIDE_DOWN", window.strides[0]),
+        ("STRIDE_ALONG", window.strides[1]),
+        ("TOP", window.margins[0]),
+        ("LEFT", window.margins[1]),
+        ("TOGETHER", together),
+        ("THREADS", threads),
+        ("SLOPES_APART", _SLOPES_APART),
+    )
     kernel = compiler.compile_kernel(_SOURCE, "summed", constants, inputs.device.index)
     if kernel is None:
         return None

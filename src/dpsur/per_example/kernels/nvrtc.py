@@ -5,14 +5,10 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.cuda._utils
-from torch import Tensor
-
-if TYPE_CHECKING:
-    from dpsur.per_example.rules.patches import Window
 
 # The kind of device that the kernels are for.
 DEVICE = "cuda"
@@ -105,21 +101,4 @@ def warn_slower(reason: str) -> None:
         "steps may be slower",
         SlowerWarning,
         stacklevel=3,
-    )
-
-
-def shapes(inputs: Tensor, outputs: Tensor, window: "Window") -> Constants:
-    return (
-        ("IN_CHANNELS", inputs.shape[1]),
-        ("IN_HIGH", inputs.shape[2]),
-        ("IN_WIDE", inputs.shape[3]),
-        ("OUT_CHANNELS", outputs.shape[1]),
-        ("HIGH", outputs.shape[2]),
-        ("WIDE", outputs.shape[3]),
-        ("KERNEL_HIGH", window.sizes[0]),
-        ("KERNEL_WIDE", window.sizes[1]),
-        ("STRIDE_DOWN", window.strides[0]),
-        ("STRIDE_ALONG", window.strides[1]),
-        ("TOP", window.margins[0]),
-        ("LEFT", window.margins[1]),
     )
