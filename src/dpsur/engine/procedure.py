@@ -51,7 +51,7 @@ from dpsur.mechanism.gates import (
 from dpsur.mechanism.rate_search import RateRule, search_blocks
 from dpsur.mechanism.state import Procedure
 from dpsur.mechanism.trial import AlwaysAccept, Selective, make_rule
-from dpsur.per_example.model_check import refuse_complex
+from dpsur.per_example.check_and_fix import refuse_complex
 from dpsur.per_example.rules import layer_fault
 from dpsur.privacy.account import ACCOUNTING as EVERY_TRIAL
 from dpsur.privacy.account import PROVEN, Account

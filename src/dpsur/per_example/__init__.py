@@ -3,8 +3,8 @@
 `clipped_sum` is the interface; how the gradients are found behind it cannot change the answer.
 """
 
+from dpsur.per_example.check_and_fix import check_model, draws_randomness
 from dpsur.per_example.clipping import ClippedSum, clipped_norms, clipped_sum
-from dpsur.per_example.model_check import check_model, draws_randomness
 from dpsur.per_example.report import EngineReport, engine_report, explain, log_engine
 
 __all__ = [

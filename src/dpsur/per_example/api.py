@@ -13,8 +13,8 @@ from dpsur.functional.problem import LossFunction, Objective, weight_by_record
 from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params, TensorTree, signature
 from dpsur.per_example import clipping
+from dpsur.per_example.check_and_fix import check_model
 from dpsur.per_example.clipping import ClippedSum, tapes_of
-from dpsur.per_example.model_check import check_model
 
 _checked: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
 

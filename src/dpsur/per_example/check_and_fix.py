@@ -1,4 +1,8 @@
-"""`dpsur.check` lists what is wrong with a model; `dpsur.fix` repairs what can be repaired."""
+"""What can be said against a model before training, and what can be repaired.
+
+`dpsur.check` lists it, `dpsur.fix` repairs it, `check_model` refuses at once. That records are
+independent needs no check here: the record level keeps them apart.
+"""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -13,16 +17,27 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 from dpsur import checks
-from dpsur.errors import InvalidInputError, UnsupportedModelError
+from dpsur.errors import (
+    InvalidInputError,
+    ModelInputError,
+    UnsupportedModelError,
+    from_custom_code,
+)
 from dpsur.functional.model_loss import split_labels
-from dpsur.functional.problem import call, output_rows
-from dpsur.functional.tree import TensorTree, keep, map_tensors, tensors_of
+from dpsur.functional.problem import call, mode, output_rows, same_bits, without_side_effects
+from dpsur.functional.records import Examples
+from dpsur.functional.tree import TensorTree, describe_rows, keep, map_tensors, tensors_of
 from dpsur.per_example.clipping import sum_of_outputs
 from dpsur.per_example.record_function import RecordFunction
 from dpsur.per_example.report import SMALL
 from dpsur.per_example.rules import TABLES, LayerFault, layer_fault
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+# Norms are taken and noise is added in real numbers.
+_REAL_PARTS = (
+    "keep its real and imaginary parts as a real parameter and join them in forward by "
+    "torch.view_as_complex"
+)
 # Groups of a GroupNorm in the place of a BatchNorm: at most so many, of two channels or more, since
 # a group of a single number would be normalised to zero.
 _MOST_GROUPS, _LEAST_CHANNELS = 32, 2
@@ -97,7 +112,7 @@ def check(
     time, on a copy in which everything else has been fixed.
     """
     if isinstance(subject, nn.Module):
-        problems = list(_static_problems(subject))
+        problems = [*_module_problems(subject), *_parameter_problems(subject)]
         if sample_batch is None or not all(one.fixable for one in problems):
             return ModelReport(tuple(problems))
         repaired = fix(subject).model if problems else subject
@@ -113,7 +128,7 @@ def check(
         raise InvalidInputError("give at least two records, with a row each in every tensor")
     function = getattr(subject, "function", subject)
     found = _problems_of_calls(function, model, _two_of(sample_batch))
-    return ModelReport((*_static_problems(model), *found))
+    return ModelReport((*_module_problems(model), *_parameter_problems(model), *found))
 
 
 def _two_of(batch: Any) -> Any:
@@ -127,14 +142,7 @@ def _sum_of_outputs(model: nn.Module, inputs: TensorTree) -> Tensor:
     return sum_of_outputs(output_rows(call(model, inputs)), None)
 
 
-def _static_problems(model: nn.Module) -> Iterator[ModelProblem]:
-    if not any(p.requires_grad for p in model.parameters()):
-        yield ModelProblem(
-            "",
-            type(model).__name__,
-            "no parameter requires a gradient",
-            "unfreeze the layers to train with requires_grad_(True)",
-        )
+def _module_problems(model: nn.Module) -> Iterator[ModelProblem]:
     for path, module in model.named_modules():
         kind = type(module).__name__
         fault = _fault(module)
@@ -149,6 +157,16 @@ def _static_problems(model: nn.Module) -> Iterator[ModelProblem]:
         if isinstance(module, _WRAPPERS):
             reason = "wraps the model and splits or averages its batches"
             yield ModelProblem(path, kind, reason, "pass the module inside", fixable=not path)
+
+
+def _parameter_problems(model: nn.Module) -> Iterator[ModelProblem]:
+    if not any(p.requires_grad for p in model.parameters()):
+        yield ModelProblem(
+            "",
+            type(model).__name__,
+            "no parameter requires a gradient",
+            "unfreeze the layers to train with requires_grad_(True)",
+        )
     for path, value in model.named_parameters():
         if not value.requires_grad:
             continue
@@ -156,6 +174,8 @@ def _static_problems(model: nn.Module) -> Iterator[ModelProblem]:
             yield ModelProblem(
                 path, "parameter", "has no shape yet", "call the model once on a batch of zeros"
             )
+        elif value.is_complex():
+            yield ModelProblem(path, "parameter", "is complex", _REAL_PARTS)
         elif value.dtype not in (torch.float32, torch.float64):
             reason = f"is {value.dtype}, too coarse for clipped sums and noise"
             yield ModelProblem(path, "parameter", reason, "use model.float()", fixable=True)
@@ -364,3 +384,92 @@ class FrozenNorm(nn.Module):
         if self.weight is None or self.bias is None:
             return output
         return output * self.weight.view(shape) + self.bias.view(shape)
+
+
+# --- what a run checks --------------------------------------------------------------------------
+
+
+def check_model(model: nn.Module, examples: Examples, *, tested: bool = True) -> TensorTree:
+    """Check a model on two synthetic records, in evaluation mode: of the records only shapes count.
+
+    `tested` says whether updates have to pass tests, which a model must not decide by chance.
+    Returns the outputs, whose shape says what the model predicts.
+    """
+    for problem in _parameter_problems(model):
+        raise UnsupportedModelError(str(problem))
+    for name, module in model.named_modules():
+        fault = layer_fault(module)
+        if fault is not None:
+            raise UnsupportedModelError(fault.describe(name, module))
+    rows = map_tensors(synthetic, examples.inputs)
+    before = map_tensors(torch.clone, rows)
+    device = next(model.parameters()).device
+    with torch.no_grad(), mode(model, training=False):
+        state = generator_state(device)
+        try:
+            with without_side_effects((model,)):
+                outputs = output_rows(call(model, rows))
+        except UnsupportedModelError:
+            raise
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            about = f"inputs of {describe_rows(rows, 2)}"
+            if from_custom_code(error):  # which its author knows best how to read
+                error.add_note(f"dpsur: raised when the model was tried on {about}")
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelInputError(f"the model cannot take {about}: {reason}") from error
+        drew = not torch.equal(state, generator_state(device))
+    if drew and tested:
+        raise UnsupportedModelError(
+            "the model draws random numbers in evaluation mode, so that the gate, which compares "
+            "losses before and after an update, would decide by chance; draw only where "
+            "`self.training` is set (for F.dropout: training=self.training), or train without a "
+            'gate: method=dpsur.Dpsgd(gate="none")'
+        )
+    if not all(map(same_bits, tensors_of(rows), tensors_of(before))):
+        raise UnsupportedModelError(
+            "the model overwrites its inputs, and would overwrite the data sets it is given; set "
+            "inplace=False in its first layer, or write to a copy"
+        )
+    found = tensors_of(outputs)
+    if not found or any(not value.dim() or len(value) != 2 for value in found):
+        shapes = ", ".join(str(tuple(value.shape)) for value in found) or "no tensor"
+        raise UnsupportedModelError(
+            f"the model returns {shapes} for a batch of 2 records; every output must have a row "
+            "per record in its first dimension"
+        )
+    return outputs
+
+
+def draws_randomness(model: nn.Module, examples: Examples) -> bool:
+    where = next(model.parameters()).device  # not always where the records are
+    rows = map_tensors(lambda value: synthetic(value).to(where), examples.inputs)
+    with torch.random.fork_rng([where] if where.type == "cuda" else []):
+        before = generator_state(where)
+        with torch.no_grad(), mode(model, training=True):
+            call(model, rows)
+        return not torch.equal(before, generator_state(where))
+
+
+def synthetic(like: Tensor, rows: int = 2) -> Tensor:
+    """Rows that say nothing about the real ones: normal draws, or zeros and ones."""
+    shape = (rows, *like.shape[1:])
+    generator = torch.Generator().manual_seed(0)
+    if like.dtype.is_floating_point:
+        drawn = torch.randn(shape, generator=generator)
+    else:
+        drawn = torch.randint(0, 2, shape, generator=generator)
+    return drawn.to(device=like.device, dtype=like.dtype)
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """The states of the generators that a model can draw from: the host's, and a GPU's."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def refuse_complex(name: str, value: Tensor) -> None:
+    if value.is_complex():
+        raise UnsupportedModelError(f"parameter {name} is complex; {_REAL_PARTS}")

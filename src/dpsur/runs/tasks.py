@@ -28,7 +28,7 @@ from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.records import Examples
 from dpsur.mechanism.streams import INIT, SETUP, Streams
 from dpsur.networks import build_network, takes
-from dpsur.per_example.model_check import check_model
+from dpsur.per_example.check_and_fix import check_model
 from dpsur.runs.data import as_examples, generators_restored, keyed_draws
 from dpsur.runs.evaluation import check_target, split_off
 from dpsur.runs.files import RunFolder, to_json, write_atomically
