@@ -69,7 +69,7 @@ def test_a_draw_ends_with_the_counter():
 
 def on_cpu(key, step, first, blocks, *, normal):
     place = (3, 1, first * key.block)
-    return random_numbers._on_cpu(key, step, place, key.block * blocks, normal=normal)
+    return random_numbers.draw(key, step, place, key.block * blocks, CPU, normal=normal)
 
 
 @pytest.fixture(scope="module", params=["chacha", "philox"])

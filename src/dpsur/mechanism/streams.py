@@ -527,16 +527,23 @@ def draw(
     first, skipped = divmod(offset, key.block)
     blocks = -(-(skipped + count) // key.block)
     _check_blocks(key, first + blocks, normal=normal)
-    kernel = key.kernel("draw", device) if device.type == "cuda" else None
-    if kernel is None:  # without a compiler the host draws for a GPU too
-        return _on_cpu(key, int(step), address, count, normal=normal).to(device)
-    # nothing waits for the device, and a step on the device can be replayed
-    found = torch.empty(key.block * blocks, dtype=torch.float64, device=device)
-    if blocks:
+    kernel = key.kernel("draw", device) if device.type == "cuda" and blocks else None
+    if kernel is not None:  # nothing waits for the device, and a step there can be replayed
+        drawn = torch.empty(key.block * blocks, dtype=torch.float64, device=device)
         place = (purpose, rank, *_two_halves(first))
-        given = [key.on(device), _on_device(step, device), found, *table_on(device)]
+        given = [key.on(device), _on_device(step, device), drawn, *table_on(device)]
         _launch(kernel, blocks, [*given, *place, blocks, int(normal)], device)
-    return found[skipped : skipped + count]
+        return drawn[skipped : skipped + count]
+    found = np.empty(count)
+
+    def work(some: slice, words: _Words) -> None:
+        if normal:
+            found[some] = _noise(key, int(step), (purpose, rank, offset + some.start), words)
+        else:
+            np.multiply(words >> np.uint64(11), _UNIT, out=found[some])
+
+    _in_pieces(key, int(step), address, count, work)
+    return torch.from_numpy(found).to(device)
 
 
 def _check_blocks(key: Key, end: int, *, normal: bool) -> None:
@@ -550,20 +557,6 @@ def _check_blocks(key: Key, end: int, *, normal: bool) -> None:
 
 _Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
 _Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
-
-
-def _on_cpu(key: Key, step: int, address: Address, count: int, *, normal: bool) -> Tensor:
-    found = np.empty(count)
-    purpose, rank, offset = address
-
-    def work(some: slice, words: _Words) -> None:
-        if normal:
-            found[some] = _noise(key, step, (purpose, rank, offset + some.start), words)
-        else:
-            np.multiply(words >> np.uint64(11), _UNIT, out=found[some])
-
-    _in_pieces(key, step, address, count, work)
-    return torch.from_numpy(found)
 
 
 def _in_pieces(

@@ -430,7 +430,7 @@ class EagerLoop:
         *,
         owned: bool = False,
     ) -> None:
-        self._procedure, self._streams = procedure, streams
+        self._procedure, self._plan, self._streams = procedure, plan, streams
         self._account = Account(plan, plan.budget.delta, progress.ledger)
         self._in_place = updates_in_place(procedure)
         state = own(progress, owned=owned).state if self._in_place else progress.state
@@ -444,9 +444,7 @@ class EagerLoop:
 
     @property
     def finished(self) -> bool:
-        plan = self._account.plan
-        assert plan is not None
-        return not has_next(self._procedure, plan, self.progress)
+        return not has_next(self._procedure, self._plan, self.progress)
 
     def launch(self) -> None:
         """Nothing: the trial is made when it is collected."""

@@ -19,7 +19,6 @@ from dpsur.distributed import Reduction
 from dpsur.functional.problem import Problem, call_on, example_losses, mode
 from dpsur.functional.tree import Params
 from dpsur.mechanism import gates
-from dpsur.mechanism.gaussian import Batch
 from dpsur.mechanism.proposer import GradientSource, Sampler
 from dpsur.mechanism.state import Procedure, State
 from dpsur.mechanism.streams import Draws
@@ -172,32 +171,31 @@ class PlainGradient(GradientSource):
         return NonPrivate()
 
     def gradient(self, state: State, draws: Draws) -> Params:
-        batch = self.sampler.batch(self.sample_rate, draws)
-        with self.sampler.layer_randomness(draws):
-            return _mean_gradient(self.sampler.problem, state.params, batch)
+        batch, problem = self.sampler.batch(self.sample_rate, draws), self.sampler.problem
+        count = batch.count().clamp(min=1)
+        leaves = {name: value.detach().requires_grad_() for name, value in state.params.items()}
+        gradients: Sequence[Tensor]
+        if not len(batch):  # no rows of this rank, which adds nothing to the mean over all
+            gradients = [torch.zeros_like(value) for value in state.params.values()]
+        else:
+            with (
+                self.sampler.layer_randomness(draws),
+                torch.enable_grad(),
+                mode(problem.model, training=True),
+            ):
+                outputs = call_on(problem.model, leaves, batch.examples.inputs)
+                losses = example_losses(problem.loss, outputs, batch.examples.targets)
+                gradients = torch.autograd.grad(
+                    batch.own_sum(losses) / count,
+                    list(leaves.values()),
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+        reduction = Reduction(batch.ranks)
+        for name, value in zip(leaves, gradients, strict=True):
+            reduction.add(name, value)
+        return reduction.result()
 
     def padded(self) -> Self | None:
         sampler = self.sampler.padded()
         return None if sampler is None else replace(self, sampler=sampler)
-
-
-def _mean_gradient(problem: Problem, params: Params, batch: Batch) -> Params:
-    count = batch.count().clamp(min=1)
-    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-    gradients: Sequence[Tensor]
-    if not len(batch):  # no rows of this rank, which adds nothing to the mean over all
-        gradients = [torch.zeros_like(value) for value in params.values()]
-    else:
-        with torch.enable_grad(), mode(problem.model, training=True):
-            outputs = call_on(problem.model, leaves, batch.examples.inputs)
-            losses = example_losses(problem.loss, outputs, batch.examples.targets)
-            gradients = torch.autograd.grad(
-                batch.own_sum(losses) / count,
-                list(leaves.values()),
-                allow_unused=True,
-                materialize_grads=True,
-            )
-    reduction = Reduction(batch.ranks)
-    for name, value in zip(params, gradients, strict=True):
-        reduction.add(name, value)
-    return reduction.result()
