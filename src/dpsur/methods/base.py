@@ -6,7 +6,7 @@ loop drives.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from torch import nn
@@ -81,10 +81,6 @@ class Method(checks.NamedArguments, ABC):
     def usual_accounting(self) -> str:
         """The accounting that is taken where none is named: the tightest that covers it."""
         return DEFAULT_ACCOUNTING
-
-    @classmethod
-    def options(cls) -> tuple[Field[Any], ...]:
-        return fields(cls)
 
 
 USUAL_RATE = 4.0
