@@ -84,12 +84,9 @@ class Watcher(TrainedModule):
         )
         # of one record and of several, whose losses are not written alike
         self._factors: dict[bool, tuple[float, ...]] = {}
-        self._constants: dict[tuple[str, int], str] = {}  # what is no tensor in the first calls
-        # how the first loss went through calls: how many, of the batch itself, and whether they met
-        self._way: tuple[int, int, bool] | None = None
+        self._first: dict[object, Any] = {}  # what must not change from batch to batch
         self._made: tuple[object, int] = (None, 0)  # calls since the last microbatch was yielded
         self._needed: dict[str, bool] = {}  # whether a method has to run in the record level
-        self._judged: int | None = None  # rows of calls that train another model
         self._busy = False
         self._sharded = ExitStack()
         self.graphs: CallGraphs | None = None
@@ -220,32 +217,33 @@ class Watcher(TrainedModule):
         No gradient reaches the module's own weights. The number of rows must not change: it would
         be that of a private batch, which the other model would learn of.
         """
-        rows = _row_count(given)
-        self._judged = rows if self._judged is None else self._judged
-        if rows != self._judged:
-            raise CouplingError(
-                "the model judges another number of rows than in the step before, as made for the "
-                "size of a private batch, which would reach the other model without noise; make a "
-                "fixed number of rows for it, such as generator(torch.randn(64, ...))"
-            )
+        self._refuse_change(
+            *("rows that are judged", _row_count(given)),
+            "the model judges another number of rows than in the step before, as made for the size "
+            "of a private batch, which would reach the other model without noise; make a fixed "
+            "number of rows for it, such as generator(torch.randn(64, ...))",
+        )
         self.unwatched = NO_BATCH
         with use_weights(self.module, lambda _, value: value.detach()), self.paused():
             return getattr(self.module, name)(*given.args, **given.kwargs)
 
+    def _refuse_change(self, what: object, now: object, words: str) -> None:
+        if self._first.setdefault(what, now) != now:
+            raise CouplingError(words)
+
     def _check_constants(self, name: str, given: Arguments) -> None:
         """Refuse another number or text than in the first call: the batch may have decided it."""
         found = leaves_of((given.args, given.kwargs))
-        plain = repr([one for one in found if isinstance(one, (Real, str, bytes))])
         batch, count = self._made
         due = self._owner.due
         self._made = due, count + 1 if batch is due else 0
-        known = self._constants.setdefault((name, self._made[1]), plain)
-        if plain != known:
-            raise CouplingError(
-                "the model was called with another number or text than in its first call; one that "
-                "depends on the batch couples its records: make it constant, or write the loss "
-                "as engine.private_step, whose further arguments may change"
-            )
+        self._refuse_change(
+            (name, self._made[1]),
+            repr([one for one in found if isinstance(one, (Real, str, bytes))]),
+            "the model was called with another number or text than in its first call; one that "
+            "depends on the batch couples its records: make it constant, or write the loss as "
+            "engine.private_step, whose further arguments may change",
+        )
 
     def _outputs(self, call: WatchedCall, found: Any) -> Any:
         """What the module returns for the whole batch; notes where its graph ends."""
@@ -335,13 +333,11 @@ class Watcher(TrainedModule):
         """Know how a loss goes through several calls; it has to be the same in every batch."""
         firsts = [one for one in calls if not _under(one.given, cut)]
         met = len(firsts) == 1 or calls_meet(loss, cut) or len(firsts) < len(calls)
-        way = len(calls), len(firsts), met
-        self._way = way if self._way is None else self._way
-        if way != self._way:
-            raise CouplingError(
-                "the loss goes through other calls of the model than in the first batch; what is "
-                "called must not depend on the batch: " + REMEDY
-            )
+        self._refuse_change(
+            *("way of the loss", (len(calls), len(firsts), met)),
+            "the loss goes through other calls of the model than in the first batch; what is "
+            "called must not depend on the batch: " + REMEDY,
+        )
         if len(calls) > 1:
             self.graphs = None  # a captured call clips by itself
             if any(one.clip is not None for one in calls):
@@ -375,7 +371,7 @@ class Watcher(TrainedModule):
             self.sums.add(calls[0].rows, {})
             self.gradients.mark(self.unwatched)
             return
-        apart = self._way is not None and not self._way[2]
+        *_, met = self._first["way of the loss"]
         tapes: list[Tape] = []
         for call in calls:
             assert call.tape is not None
@@ -384,7 +380,7 @@ class Watcher(TrainedModule):
                 call.tape.carry_back()
                 outputs = [value.detach() for value, _ in call.returned]
                 call.tape.spoiled = rows_with_nan(outputs, call.rows)
-            if tapes and not apart:
+            if tapes and met:
                 tapes[0].join(call.tape)
             else:
                 tapes.append(call.tape)
