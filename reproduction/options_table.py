@@ -22,7 +22,7 @@ _PARTS = {
 def options() -> str:
     """A table for each heading."""
     parts = []
-    run = [one for one in declared(RunConfig).values() if one.field.metadata["command_line"]]
+    run = [one for one in declared(RunConfig).values() if one.command_line]
     for heading in ALL_GROUPS:
         parts.append(_section(heading, (one for one in run if one.group == heading), "run"))
     method: dict[str, Option] = {}
@@ -46,8 +46,8 @@ def _section(
     lines = [f"### {heading[0].upper()}{heading[1:]}", "", "| flag | in Python | what it does |"]
     lines.append("|---|---|---|")
     for one in options:
-        text = f"{one.help}{default_of(one.field) if kind == 'method' else ''}"
-        names = one.field.metadata["names"]
+        text = f"{one.help}{default_of(one) if kind == 'method' else ''}"
+        names = one.names
         if names is REGISTERED:
             names = METHODS
         if names is TASKS:

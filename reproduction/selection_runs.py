@@ -332,7 +332,7 @@ def _session(config: Mapping[str, Any], seed: int, device: str | None, **changes
         performance=Performance(tf32=config["tf32"], repeatable=False),
         intervals=Intervals(checkpoint_every=BLOCK, evaluate_every=NEVER),
     )
-    session = build_task_session(run, records)[0]
+    session = build_task_session(run, records)
     if "variant" in config:  # of the rule, which is no option of the method
         assert isinstance(session.procedure, RateSearchTraining)
         rule = replace(

@@ -225,7 +225,7 @@ def is_of_memory(error: BaseException | None) -> bool:
 def _session(
     config: Mapping[str, Any], seed: int, device: str | None, records: TaskRecords
 ) -> Session:
-    session = build_task_session(task_run(config, seed, device), records)[0]
+    session = build_task_session(task_run(config, seed, device), records)
     if "evaluations" not in config:
         return session
     every = max(1, session.plan.length // config["evaluations"])

@@ -135,7 +135,7 @@ def test_every_option_for_the_command_line_is_on_it():
     parser = argparse.ArgumentParser()
     add_run_options(parser, ALL_GROUPS)
     found = {action.dest for action in parser._actions} - {"help"}
-    wanted = {n for n, each in declared(RunConfig).items() if each.field.metadata["command_line"]}
+    wanted = {n for n, each in declared(RunConfig).items() if each.command_line}
     assert found == wanted
 
 
@@ -170,4 +170,4 @@ def test_a_config_is_frozen():
 
 
 def test_an_option_needs_no_default():
-    assert option(help="text").metadata["help"] == "text"
+    assert option(help="text").metadata["option"].help == "text"

@@ -38,9 +38,9 @@ from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import LossTest, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import repeated_plan
+from dpsur.runs import data as losses
 from dpsur.runs import input_features
 from dpsur.runs import session as building
-from dpsur.runs import validation as losses
 from dpsur.runs.input_features import InputFeatures, compute_inputs
 from reproduction.loops import run_loop, train
 from tests.conftest import blobs, small_model, stream
@@ -145,7 +145,7 @@ def a_nan_difference_is_accepted_as_often_as_the_worst():
 
 def a_mean_is_charged_for_what_a_record_moves():
     """One Gaussian event of the noise that was added, relative to what one record can move."""
-    asked = InputFeatures("vectors", "mean", mean_noise=50.0)
+    asked = InputFeatures("vectors", "mean", noise=50.0)
     rows = 3 * F.normalize(torch.randn(41, 4000, generator=torch.Generator().manual_seed(0)))
 
     def noisy_sum(count):

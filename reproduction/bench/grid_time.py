@@ -106,7 +106,7 @@ def timed(rows: Sequence[Row], device: str) -> Row:
     config = rows[0]["config"]
     records = loaded_records(config["task"], config["features"], config["hold_out"], device)
     clock = Clock()
-    session = build_task_session(task_run(config, 0, device), records)[0]
+    session = build_task_session(task_run(config, 0, device), records)
     pace = Intervals(checkpoint_every=BLOCK, evaluate_every=NEVER)
     with suppress(EnoughError):
         execute(replace(session, config=replace(session.config, intervals=pace)), observers=[clock])

@@ -26,7 +26,7 @@ def timed(performance: Performance, device: str) -> dict[str, object]:
     config = TrainingCell("mnist", ARMS["published"].name, 3, 0).config()
     run = task_run(config, 0, device)
     started = time.perf_counter()
-    session, _ = build_task_session(replace(run, performance=performance))
+    session = build_task_session(replace(run, performance=performance))
     prepared = time.perf_counter()
     result = execute(session)
     ended = time.perf_counter()

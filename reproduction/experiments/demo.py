@@ -162,7 +162,7 @@ def _trained(arm: str, seed: int, device: str) -> Row:
         records = load_records(config)
         train, test = held_out(records.train, hold_out)
         records = replace(records, train=train, test=test)
-    session, _ = build_task_session(config, records)
+    session = build_task_session(config, records)
     run = execute(session)
     assert run.scores is not None
     return {

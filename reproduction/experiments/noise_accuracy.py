@@ -80,7 +80,7 @@ def accuracy(task: str, seed: int) -> float:
     else:
         name = "dpsgd" if task == TASKS[0] else "dpsur"
         config = RunConfig(DEMO.name, METHODS[name](**DEMO.settings[name]), BUDGET, seed=seed)
-        run = execute(build_task_session(config)[0])
+        run = execute(build_task_session(config))
     assert run.scores is not None
     return float(run.scores["accuracy"])
 

@@ -23,10 +23,9 @@ from dpsur.mechanism.proposer import DpGradient, GradientProposer
 from dpsur.mechanism.state import State, Verdict
 from dpsur.mechanism.streams import BATCH
 from dpsur.mechanism.trial import EagerLoop, Progress, Selective, trial
-from dpsur.runs.checkpoint import load_positions
+from dpsur.runs.checkpoint import STREAM, load_checkpoint
 from dpsur.runs.files import RunFolder
 from dpsur.runs.fit import execute
-from dpsur.runs.release import NO_ORIGIN
 from dpsur.runs.replay import ELSEWHERE, replay
 from dpsur.runs.session import Session, build_session
 from dpsur.status import silenced
@@ -219,8 +218,8 @@ def measure(fraud: str, share: float, number: int, device: str = "cpu") -> Row:
         execute(Dishonest(**held, fraud=fraud, planted=planted), folder=folder)
         trained = time.perf_counter() - began
         again = again_from(folder, device)
-        every = replay(again, folder, NO_ORIGIN, STEPS)
-        some = replay(again, folder, NO_ORIGIN, CHALLENGES)
+        every = replay(again, folder, STEPS)
+        some = replay(again, folder, CHALLENGES)
     wrong = {step for step, distance in every.distances.items() if distance}
     draws = (random.sample(range(1, STEPS + 1), CHALLENGES) for _ in range(DRAWS))
     return {
@@ -244,7 +243,7 @@ def stated(share: float) -> float:
 def again_from(folder: RunFolder, device: str) -> Session:
     """The session of an auditor, who has the records and the key."""
     honest = session_for(device)
-    honest.streams.restore(load_positions(folder.checkpoint))
+    honest.streams.restore(load_checkpoint(folder.checkpoint, None).under(STREAM))
     return honest
 
 

@@ -104,7 +104,7 @@ class Unseen(OneByOne):
                 config = RunConfig.from_names(given, auto=True)
             else:
                 config = RunConfig.from_names(given, PLAIN, learning_rate=cell["rate"])
-            session, _ = build_task_session(config)
+            session = build_task_session(config)
             run = execute(session)
         assert run.scores is not None
         return {

@@ -44,11 +44,10 @@ if TYPE_CHECKING:
     from dpsur.privacy.events import CoinTest, Gaussian, LossTest, SampledGaussian, Trial
     from dpsur.privacy.statement import Statement
     from dpsur.runs.fit import fit
-    from dpsur.runs.observers import ProgressBar, Tracker
-    from dpsur.runs.predictor import Predictor, load
+    from dpsur.runs.observers import Observer, ProgressBar, Tracker
+    from dpsur.runs.release import Predictor, load
     from dpsur.runs.result import Run
     from dpsur.runs.schema_learning import learn_schema
-    from dpsur.runs.session import Observer
     from dpsur.runs.verification import verify
     from dpsur.tasks.schema import Category, Number, Schema, Text
 
@@ -70,11 +69,10 @@ _HOMES = {
     "privacy.events": "CoinTest Gaussian LossTest SampledGaussian Trial",
     "privacy.statement": "Statement",
     "runs.fit": "fit",
-    "runs.observers": "ProgressBar Tracker",
-    "runs.predictor": "Predictor load",
+    "runs.observers": "Observer ProgressBar Tracker",
+    "runs.release": "Predictor load",
     "runs.result": "Run",
     "runs.schema_learning": "learn_schema",
-    "runs.session": "Observer",
     "runs.verification": "verify",
     "tasks.schema": "Category Number Schema Text",
 }

@@ -119,27 +119,21 @@ def shown(value: Any) -> str:
     return f"{text[:40]}..." if isinstance(value, str) else type(value).__name__
 
 
-def arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function refuse arguments that it does not have, and name the nearest that it has."""
-    return arguments_with({})(function)
+def arguments(
+    function: Callable[P, T], elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> Callable[P, T]:
+    """Have a function refuse arguments that it does not have, and name the nearest that it has.
 
+    `elsewhere` says where others belong that users look for here.
+    """
+    parameters = inspect.signature(function).parameters
 
-def arguments_with(
-    elsewhere: Mapping[str, str],
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """The same for a function whose users look for these arguments too: where they belong."""
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        _check_arguments(function.__name__, parameters, args, kwargs, elsewhere)
+        return function(*args, **kwargs)
 
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        parameters = inspect.signature(function).parameters
-
-        @functools.wraps(function)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            _check_arguments(function.__name__, parameters, args, kwargs, elsewhere)
-            return function(*args, **kwargs)
-
-        return checked
-
-    return decorate
+    return checked
 
 
 class NamedArguments:
@@ -149,7 +143,6 @@ class NamedArguments:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Check the names before `__init__` takes the values."""
         if args or kwargs:
             _check_arguments(cls.__name__, _parameters(cls), args, kwargs)
         return super().__new__(cls)

@@ -58,11 +58,7 @@ class Intervals(checks.NamedArguments):
     """
 
     checkpoint_every: int = option(
-        25,
-        "trials between checkpoints",
-        check=checks.at_least_one,
-        metavar="TRIALS",
-        group=RUN,
+        25, "trials between checkpoints", check=checks.at_least_one, metavar="TRIALS", group=RUN
     )
     evaluate_every: int | None = option(
         None,
@@ -106,9 +102,7 @@ class Performance(checks.NamedArguments):
     """
 
     capture: bool = option(
-        True,
-        "replay whole trials as a CUDA graph where possible (default: yes)",
-        group=PERFORMANCE,
+        True, "replay whole trials as a CUDA graph where possible (default: yes)", group=PERFORMANCE
     )
     tf32: bool | None = option(
         None,
@@ -239,9 +233,7 @@ class RunConfig(checks.NamedArguments):
     )
     network: Mapping[str, Any] = option(dict, "changes of the network", command_line=False)
     activation: str | None = option(
-        None,
-        "of the task's network: tanh or relu (default: tanh)",
-        group=MODEL,
+        None, "of the task's network: tanh or relu (default: tanh)", group=MODEL
     )
     model: str | None = option(
         None,
@@ -335,13 +327,7 @@ class RunConfig(checks.NamedArguments):
         group=RUN,
         common=True,
     )
-    device: str = option(
-        "auto",
-        "cpu, cuda or auto",
-        check=_is_device,
-        group=RUN,
-        common=True,
-    )
+    device: str = option("auto", "cpu, cuda or auto", check=_is_device, group=RUN, common=True)
     seed: int | None = option(
         None,
         "make the run repeatable; anyone who knows the seed can subtract the noise (default: none)",
@@ -502,7 +488,6 @@ def data_facts(task: Task, values: Mapping[str, Any] | None = None) -> DataFacts
 
 
 def uses_gpu(device: str) -> bool:
-    """Whether a run on a device of this name is one on a GPU."""
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 

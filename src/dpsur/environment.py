@@ -14,7 +14,6 @@ ABSENT = "absent"
 
 
 def package_version(package: str) -> str:
-    """The installed version of a package, or `ABSENT`."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -22,7 +21,6 @@ def package_version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """This package, Python, and the packages that figures depend on."""
     found = {"dpsur": __version__, "python": platform.python_version()}
     return found | {package: package_version(package) for package in ("torch", "numpy", "scipy")}
 

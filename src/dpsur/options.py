@@ -6,7 +6,7 @@ allowed range. The command line, the checks and the JSON of a stored run are der
 
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -37,50 +37,29 @@ _WORDS = {
 }
 
 
-def option(
-    default: Any = MISSING,
-    help: str = "",
-    choices: tuple[str, ...] | None = None,
-    *,
-    check: Check | None = None,
-    names: Iterable[str] | None = None,
-    metavar: str | None = None,
-    group: str = "",
-    common: bool = False,
-    command_line: bool = True,
-    stored: bool = True,
-) -> Any:
-    """Declare an option.
-
-    `choices` are the only values that are allowed. `names` are listed in the help as examples of
-    what is allowed, and `check` decides. `group` is the heading in the help; `common`
-    options stand in `--help`, the others in `--help-all` alone. An option that is not for the
-    command line can be set from Python only; one that is not stored is not part of the JSON of a
-    run.
-    """
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "check": check,
-        "names": choices if names is None else names,
-        "metavar": metavar,
-        "group": group,
-        "common": common,
-        "command_line": command_line,
-        "stored": stored,
-    }
-    if callable(default):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True)
 class Option:
-    """A declared option. `part` is the field that holds it, such as `intervals`."""
+    """A declared option.
 
-    name: str
-    kinds: tuple[type, ...]
-    field: Field[Any]
+    `choices` are the only values that are allowed. `names` are listed in the help as examples of
+    what is allowed, and `check` decides. `group` is the heading in the help; `common` options stand
+    in `--help`, the others in `--help-all` alone. An option that is not for the command line can be
+    set from Python only; one that is not stored is not part of the JSON of a run. `kinds` are the
+    types of its values, `part` is the field that holds it, such as `intervals`.
+    """
+
+    help: str = ""
+    choices: tuple[str, ...] | None = None
+    check: Check | None = None
+    names: Iterable[str] | None = None
+    metavar: str | None = None
+    group: str = ""
+    common: bool = False
+    command_line: bool = True
+    stored: bool = True
+    name: str = ""
+    kinds: tuple[type, ...] = ()
+    default: Any = None
     part: str | None = None
 
     @property
@@ -92,35 +71,16 @@ class Option:
     def flag(self) -> str:
         return flag(self.name)
 
-    @property
-    def help(self) -> str:
-        return str(self.field.metadata["help"])
-
-    @property
-    def group(self) -> str:
-        return str(self.field.metadata["group"])
-
-    @property
-    def common(self) -> bool:
-        return bool(self.field.metadata["common"])
-
-    @property
-    def plain_default(self) -> bool | int | float | str | None:
-        """The default as JSON has it; None where there is none."""
-        usual = self.field.default
-        return usual if isinstance(usual, (bool, int, float, str)) else None
-
     def value(self, owner: Any) -> Any:
         return getattr(owner if self.part is None else getattr(owner, self.part), self.name)
 
-    def check(self, value: Any) -> None:
+    def refuse_wrong(self, value: Any) -> None:
         if value is None and type(None) in self.kinds:
             return
-        check, choices = self.field.metadata["check"], self.field.metadata["choices"]
-        if check is not None:
-            check(self.name, value)
-        elif choices is not None:
-            checks.one_of(self.name, value, choices)
+        if self.check is not None:
+            self.check(self.name, value)
+        elif self.choices is not None:
+            checks.one_of(self.name, value, self.choices)
         elif not any(_is_a(value, kind) for kind in self.kinds):
             allowed = " or ".join(_WORDS.get(kind, "None") for kind in self.kinds)
             raise InvalidInputError(
@@ -135,6 +95,16 @@ class Option:
         if not exact and not (isinstance(value, dict) and Mapping in self.kinds):
             raise InvalidInputError(f"{self.name} cannot be {checks.shown(value)}")
         return value
+
+
+def option(
+    default: Any = MISSING, help: str = "", choices: tuple[str, ...] | None = None, **more: Any
+) -> Any:
+    """Declare an option, with what else `Option` says of it."""
+    metadata = {"option": Option(help, choices, **{"names": choices, **more})}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 # The options of a class never change, and a command line asks for them hundreds of times.
@@ -159,10 +129,11 @@ def _declared(owner: type, part: str | None) -> Iterator[Option]:
     hints = typing.get_type_hints(owner)
     for each in fields(owner):
         hint = hints[each.name]
-        if "help" in each.metadata:
+        if "option" in each.metadata:
             kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
             plain = tuple(typing.get_origin(kind) or kind for kind in kinds)
-            yield Option(each.name, plain, each, part)
+            found: Option = each.metadata["option"]
+            yield replace(found, name=each.name, kinds=plain, default=each.default, part=part)
         elif is_dataclass(hint):
             yield from _declared(typing.cast(type, hint), each.name)
 
@@ -171,7 +142,7 @@ def by_heading(options: Iterable[Option]) -> dict[str, list[Option]]:
     """Options of the command line under their headings; those of one method come last."""
     found: dict[str, list[Option]] = {heading: [] for heading in HYPER_PARAMETERS}
     for each in options:
-        if each.field.metadata["command_line"]:
+        if each.command_line:
             found.setdefault(each.group, []).append(each)
     return {heading: listed for heading, listed in found.items() if listed}
 
@@ -179,7 +150,7 @@ def by_heading(options: Iterable[Option]) -> dict[str, list[Option]]:
 def check_options(owner: Any) -> None:
     for found in declared(type(owner)).values():
         if found.part is None:  # a part has checked itself
-            found.check(getattr(owner, found.name))
+            found.refuse_wrong(getattr(owner, found.name))
 
 
 def build(owner: type[Owner], values: Mapping[str, Any], **whole: Any) -> Owner:
@@ -205,7 +176,7 @@ def to_plain(owner: Any) -> dict[str, Any]:
     found = {}
     for name, each in declared(type(owner)).items():
         value = each.value(owner)
-        if each.field.metadata["stored"]:
+        if each.stored:
             found[name] = dict(value) if isinstance(value, Mapping) else value
             if isinstance(value, Path):
                 found[name] = str(value)
@@ -216,7 +187,7 @@ def from_plain(owner: type, values: Any) -> dict[str, Any]:
     """The values of options in a JSON file, which may hold anything; refuses by name."""
     if not isinstance(values, dict):
         raise InvalidInputError("it must hold a JSON object")
-    known = {n: each for n, each in declared(owner).items() if each.field.metadata["stored"]}
+    known = {n: each for n, each in declared(owner).items() if each.stored}
     for name in values:
         if name not in known:
             raise InvalidInputError(f"there is no option {name!r}")

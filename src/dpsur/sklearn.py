@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -47,20 +47,22 @@ _SEARCH = "sklearn.model_selection._search"
 _TARGET = "target"
 
 
+@dataclass(eq=False, repr=False)
 class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
-    """What both estimators share."""
+    """What both estimators share. scikit-learn reads the parameters off `__init__`."""
 
-    epsilon: float
-    delta: float
-    bounds: Any
-    schema: Schema | None
-    model: Any
-    method: Method | None
-    accounting: str | None
-    max_updates: int | None
-    random_state: Any
-    device: str
-    allow_search: bool
+    epsilon: float = 3.0
+    delta: float = 1e-5
+    _: KW_ONLY
+    bounds: Any = (-3.0, 3.0)
+    schema: Schema | None = None
+    model: Any = AUTO
+    method: Method | None = None
+    accounting: str | None = None
+    max_updates: int | None = None
+    random_state: Any = None
+    device: str = "auto"
+    allow_search: bool = False
 
     def __sklearn_clone__(self) -> Self:
         """Copy the parameters, but not for a search of hyper-parameters."""
@@ -95,7 +97,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         if self.schema is None:
             try:
                 X, y = validate_data(  # noqa: N806
-                    self, X, y, dtype=np.float64, y_numeric=self._numeric
+                    self, X, y, dtype=np.float64, y_numeric=self._kind == "number"
                 )
             except ValueError as error:
                 if not str(error).startswith("could not convert string"):
@@ -184,7 +186,6 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         found._restore(schema, statement["public"])
         return found
 
-    _numeric = False
     _kind = "number"
 
     def _declared_classes(self) -> dict[str, Any]:
@@ -243,6 +244,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         return tags
 
 
+@dataclass(eq=False, repr=False)
 class DPClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[misc]
     """A classifier that is trained with differential privacy.
 
@@ -268,34 +270,8 @@ class DPClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[misc]
     Formal guarantee: that of `dpsur.fit`, for one record of `X` and `y`.
     """
 
-    def __init__(
-        self,
-        epsilon: float = 3.0,
-        delta: float = 1e-5,
-        *,
-        classes: Any = None,
-        bounds: Any = (-3.0, 3.0),
-        schema: Schema | None = None,
-        model: Any = AUTO,
-        method: Method | None = None,
-        accounting: str | None = None,
-        max_updates: int | None = None,
-        random_state: Any = None,
-        device: str = "auto",
-        allow_search: bool = False,
-    ) -> None:
-        self.epsilon = epsilon
-        self.delta = delta
-        self.classes = classes
-        self.bounds = bounds
-        self.schema = schema
-        self.model = model
-        self.method = method
-        self.accounting = accounting
-        self.max_updates = max_updates
-        self.random_state = random_state
-        self.device = device
-        self.allow_search = allow_search
+    _: KW_ONLY
+    classes: Any = None
 
     def _declare(self, X: Any, y: Values) -> Schema:  # noqa: N803
         if self.schema is not None:
@@ -354,6 +330,7 @@ class DPClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[misc]
         return tags
 
 
+@dataclass(eq=False, repr=False)
 class DPRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
     """A regression that is trained with differential privacy.
 
@@ -368,36 +345,8 @@ class DPRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
     Formal guarantee: that of `dpsur.fit`, for one record of `X` and `y`.
     """
 
-    _numeric = True
-
-    def __init__(
-        self,
-        epsilon: float = 3.0,
-        delta: float = 1e-5,
-        *,
-        target_range: Any = None,
-        bounds: Any = (-3.0, 3.0),
-        schema: Schema | None = None,
-        model: Any = AUTO,
-        method: Method | None = None,
-        accounting: str | None = None,
-        max_updates: int | None = None,
-        random_state: Any = None,
-        device: str = "auto",
-        allow_search: bool = False,
-    ) -> None:
-        self.epsilon = epsilon
-        self.delta = delta
-        self.target_range = target_range
-        self.bounds = bounds
-        self.schema = schema
-        self.model = model
-        self.method = method
-        self.accounting = accounting
-        self.max_updates = max_updates
-        self.random_state = random_state
-        self.device = device
-        self.allow_search = allow_search
+    _: KW_ONLY
+    target_range: Any = None
 
     def _declare(self, X: Any, y: Values) -> Schema:  # noqa: ARG002, N803
         if self.schema is not None:

@@ -1,6 +1,6 @@
 """A line that says what is being computed while nothing else is shown.
 
-What notebooks show: small tables as HTML, and one line of progress.
+What notebooks show: small tables as HTML.
 """
 
 import html
@@ -82,7 +82,6 @@ def advance(done: int, total: int) -> None:
 
 
 def notes(lines: Iterable[str]) -> None:
-    """Print lines on stderr, unless silenced."""
     if _quiet.get() or sys.stderr is None or sys.stderr.closed:
         return
     for line in lines:
@@ -99,7 +98,6 @@ def _print(line: str) -> None:
 
 
 def html_table(title: str, rows: Iterable[tuple[object, object]]) -> str:
-    """A title and a table of two columns."""
     cells = "".join(
         f'<tr><th style="text-align:left">{html.escape(str(name))}</th>'
         f'<td style="text-align:left">{html.escape(str(value))}</td></tr>'
@@ -113,18 +111,3 @@ def in_notebook() -> bool:
     found = sys.modules.get("IPython")
     shell = None if found is None else found.get_ipython()
     return shell is not None and hasattr(shell, "kernel")
-
-
-class NotebookLine:
-    """A bar with a line of text below a cell, which is replaced when it changes."""
-
-    def __init__(self) -> None:
-        from IPython import display  # there is a kernel, so it is installed
-
-        shown: Any = display
-        self._html = shown.HTML
-        self._handle = shown.display(self._html(""), display_id=True)
-
-    def show(self, done: int, total: int, text: str) -> None:
-        bar = f'<progress value="{done}" max="{total}" style="width:16em"></progress>'
-        self._handle.update(self._html(f"{bar} {html.escape(text)}"))

@@ -59,7 +59,7 @@ def statistics_cost_what_a_run_is_charged(capsys):
     common = [*FMNIST, "--noise-multiplier", "2.15", "--accept-ratio", "2"]
     arguments = [*common, "--updates", "100", "--feature-statistics", "2", "--json"]
     found = json.loads(dpsur("account", *arguments, capsys=capsys)[1])
-    setup = InputFeatures("scattering", "private", statistics_noise=2.0).setup
+    setup = InputFeatures("scattering", "private", noise=2.0).setup
     assert len(setup) == 4
     trial = Trial(SampledGaussian(2048 / 60000, 2.15), CoinTest(256 / 60000, 2.0))
     planned = accounting_named("proven").planned(setup, trial, 100, 1e-5)

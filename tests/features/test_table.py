@@ -52,7 +52,7 @@ def patients(count, seed):
 
 def histograms_are_charged_for_what_a_record_moves():
     """One Gaussian event of the noise that was added, relative to what one record can move."""
-    asked = InputFeatures("table", histograms_noise=40.0, table=LAYOUT)
+    asked = InputFeatures("table", noise=40.0, table=LAYOUT)
     sums = []
 
     def spy(total, noise, drawn):

@@ -74,7 +74,7 @@ def test_a_file_of_texts_trains_by_itself(tmp_path):
     )
     values = {"task": f"npz:{path}", "epsilon": 3.0, "seed": 0, "device": "cpu"}
     config = RunConfig.from_names(values, auto=True, updates=60)
-    session, _ = build_task_session(config)
+    session = build_task_session(config)
     with pytest.warns(dpsur.PrivacyWarning):
         run = execute(session)
     assert run.scores["accuracy"] > 0.9

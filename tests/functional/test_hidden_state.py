@@ -12,7 +12,7 @@ import dpsur
 from dpsur.errors import CouplingError, InvalidInputError
 from dpsur.functional.records import Examples
 from dpsur.per_example import check_model
-from dpsur.runs.validation import check_loss
+from dpsur.runs.data import check_loss
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)

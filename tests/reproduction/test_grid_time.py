@@ -45,7 +45,7 @@ def test_what_a_part_of_a_run_took_is_multiplied_by_what_the_rows_count(monkeypa
     monkeypatch.setattr(grid_time, "MOST_SECONDS", 100.0)
     monkeypatch.setattr(grid_time, "loaded_records", lambda *_: None)
     monkeypatch.setattr(grid_time, "task_run", lambda *_: None)
-    monkeypatch.setattr(grid_time, "build_task_session", lambda *_: (session,))
+    monkeypatch.setattr(grid_time, "build_task_session", lambda *_: session)
     ticks = iter(range(1000))
     monkeypatch.setattr(grid_time, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     config = TrainingCell("fmnist", "dpsgd", 3, 0).config()

@@ -10,7 +10,7 @@ from torch import nn
 
 import dpsur
 from dpsur.functional.records import Examples
-from dpsur.runs.validation import check_tokens
+from dpsur.runs.data import check_tokens
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)

@@ -14,7 +14,7 @@ import dpsur
 from dpsur.cli import main
 from dpsur.errors import DpsurError
 from dpsur.features.hashing import hashed_counts
-from dpsur.runs import predictor as exporting
+from dpsur.runs import release as exporting
 from tests.runs.test_predictor import BUDGET, METHOD, SHARED, made, people, points
 
 __all__ = ["made"]  # the fixture

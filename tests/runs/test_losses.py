@@ -9,7 +9,7 @@ from torch import nn
 
 import dpsur
 from dpsur.functional.problem import Problem, weight_by_record
-from dpsur.runs.validation import check_loss
+from dpsur.runs.data import check_loss
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)

@@ -13,7 +13,7 @@ import dpsur
 from dpsur.cli import main
 from dpsur.cli.terminal import logged_privately
 from dpsur.errors import InvalidInputError
-from dpsur.runs.validation import check_targets
+from dpsur.runs.data import check_targets
 from tests.conftest import blobs, small_model
 
 BUDGET = dpsur.Budget(epsilon=3.0, delta=1e-4)

@@ -189,12 +189,12 @@ def test_rejections_are_in_no_commitment(tmp_path, monkeypatch):
         rewrite(folder.update(number), more)
     found = {}
 
-    def seen(kept, last):
-        found.update(commitments(kept, last)[0])
-        return commitments(kept, last)
+    def seen(*args):
+        found.update(commitments(*args)[0])
+        return commitments(*args)
 
-    commitments = module._commitments
-    monkeypatch.setattr(module, "_commitments", seen)
+    commitments = module.commitments
+    monkeypatch.setattr(module, "commitments", seen)
     with pytest.raises(ReplayError):  # the trials are not those of the run
         fit(tmp_path / "run", "gate", replay=10)
     assert found == stated
@@ -203,18 +203,18 @@ def test_rejections_are_in_no_commitment(tmp_path, monkeypatch):
 def under_two_keys(monkeypatch, run):
     """Everything that a run commits to follows from its key too."""
     found = []
-    commitments = module._commitments
+    commitments = module.commitments
 
-    def seen(kept, last):
-        own = kept.session.streams.key
+    def seen(session, *args):
+        own = session.streams.key
         for key in (own, Key(bytes(32))):
-            kept.session.streams.key = key
-            found.append(commitments(kept, last)[0])
-        kept.session.streams.key = own
-        return commitments(kept, last)
+            session.streams.key = key
+            found.append(commitments(session, *args)[0])
+        session.streams.key = own
+        return commitments(session, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_commitments", seen)
+        patch.setattr(module, "commitments", seen)
         fit(run, replay=1)
     one, other = found
     assert set(one) == {"chain", "records", "key", "device"}
@@ -260,18 +260,17 @@ def test_elsewhere_a_step_may_differ_by_rounding(run, monkeypatch):
     """With other kernels a sum has other last bits: up to a tenth of a clip norm is let pass."""
     monkeypatch.setattr(module, "_device", lambda _: "cpu: another, 8 threads")
     fit(run, replay=100)
-    made_again = module._Kept.read
-
-    def moved(self, numbers):
-        for progress in made_again(self, numbers):
-            state = replace(progress.state, params=dict(progress.state.params))
-            if progress.ledger.steps == 4:
-                state.params["0.bias"] = state.params["0.bias"] + self.by
-            yield replace(progress, state=state)
-
-    monkeypatch.setattr(module._Kept, "read", moved)
+    kept = module._kept
     for by, found in ((1e-6, False), (1e-2, True)):
-        monkeypatch.setattr(module._Kept, "by", by, raising=False)
+
+        def moved(*args, by=by):
+            for progress in kept(*args):
+                state = replace(progress.state, params=dict(progress.state.params))
+                if progress.ledger.steps == 4:
+                    state.params["0.bias"] = state.params["0.bias"] + by
+                yield replace(progress, state=state)
+
+        monkeypatch.setattr(module, "_kept", moved)
         with pytest.raises(ReplayError) as error:
             fit(run, replay=100)
         assert "replay.chain" in str(error.value)

@@ -58,8 +58,7 @@ def run_on(task, **more):
 
 
 def trained(*arguments, **more):
-    session, origin = build_task_session(run_on(*arguments, **more))
-    return execute(session, origin=origin)
+    return execute(build_task_session(run_on(*arguments, **more)))
 
 
 def test_a_run_by_name_is_repeated_by_its_seed(points):
@@ -181,8 +180,8 @@ def test_features_can_be_computed_beforehand_and_shared(images):
     records = with_features(run, load_records(run), CPU)
     assert records.featured
     assert records.train.inputs.shape == (60, 81, 7, 7)
-    shared = execute(build_task_session(run, records)[0])
-    alone = execute(build_task_session(run)[0])
+    shared = execute(build_task_session(run, records))
+    alone = execute(build_task_session(run))
     one, two = (list(run.model.parameters()) for run in (shared, alone))
     for first, second in zip(one, two, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)

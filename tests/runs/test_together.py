@@ -8,30 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur.config import Intervals, RunConfig
-from dpsur.errors import InvalidInputError, NothingReleasedError
+from dpsur.errors import NothingReleasedError
 from dpsur.methods import Dpsgd, Dpsur
 from dpsur.privacy.budget import Budget
 from dpsur.runs.fit import execute, run_together
-from dpsur.runs.session import Session, build_session
+from dpsur.runs.session import ActiveRun, Session, build_session
 from tests.conftest import blobs, small_model
 
 METHOD = Dpsur(updates=12, noise_multiplier=20.0, batch_size=20, accept_ratio=1.5)
-
-
-class Order:
-    """Notes which run made trials, in the order in which they were told."""
-
-    def __init__(self, name, into):
-        self._name, self._into = name, into
-
-    def started(self, plan, progress):
-        pass
-
-    def evaluated(self, progress, scores, epsilon):
-        pass
-
-    def trials(self, progress, verdicts):
-        self._into.append(self._name)
 
 
 def session(seed, method=METHOD, model=None, data=None, device="cpu"):
@@ -68,11 +52,17 @@ def in_blocks(request, monkeypatch):
     return request.param
 
 
-def test_seeds_at_once_are_the_seeds_alone(in_blocks):
-    order = []
+def test_seeds_at_once_are_the_seeds_alone(in_blocks, monkeypatch):
+    order, collect = [], ActiveRun.collect
+
+    def noted(run):
+        order.append(run._session.config.seed)
+        collect(run)
+
+    monkeypatch.setattr(ActiveRun, "collect", noted)
     seeds, method = (0, 1, 2), METHOD
-    observers = [[Order(seed, order)] for seed in seeds]
-    together = run_together([session(seed, method) for seed in seeds], observers)
+    together = run_together([session(seed, method) for seed in seeds])
+    monkeypatch.setattr(ActiveRun, "collect", collect)
     for seed, found in zip(seeds, together, strict=True):
         assert_same(found, execute(session(seed, method)))
     assert not torch.equal(together[0].model[0].weight, together[1].model[0].weight)
@@ -97,9 +87,7 @@ def test_a_run_without_a_release_does_not_end_the_others(in_blocks):
     assert_same(found[1], execute(session(1)))
 
 
-def test_observers_are_given_for_every_run():
-    with pytest.raises(InvalidInputError, match="1 groups of observers for 2 sessions"):
-        run_together([session(0), session(1)], [[]])
+def test_no_runs_at_once_are_none():
     assert run_together([]) == []
 
 

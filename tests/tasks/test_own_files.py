@@ -11,7 +11,7 @@ from PIL import Image
 import dpsur
 from dpsur.cli import main
 from dpsur.features import words
-from dpsur.runs.tasks import Given, own_task
+from dpsur.runs.tasks import own_task
 from dpsur.tasks import Declared, task_named
 from tests.runs.test_predictor import SHARED, folder_of_images, notes, picture
 
@@ -227,7 +227,7 @@ def test_labels_that_were_not_declared_are_refused(tmp_path):
 
 def test_arrays_get_a_model_too():
     inputs = torch.rand(60, 1, 12, 12)
-    task = own_task("auto", (inputs, torch.arange(60) % 2), None, Given(classes=2))
+    task = own_task("auto", (inputs, torch.arange(60) % 2), classes=2)
     assert task.networks["pixels"]["name"] == "small-cnn"
     assert task.public == {"classes": 2, "inputs": {"kind": "images", "shape": [1, 12, 12]}}
     run = dpsur.fit("auto", (inputs.flatten(1), torch.arange(60) % 2), classes=2, **SHARED)

@@ -186,7 +186,7 @@ class RunTrainer:
             chosen = pool.select(part.to(pool.inputs.device))
             records = TaskRecords(chosen, None, self.featured, groups=groups)
             run = replace(self.run, seed=1000 * seed + index, device=str(self.device))
-            sessions.append(build_task_session(run, records)[0])
+            sessions.append(build_task_session(run, records))
         models = []
         for outcome in run_together(sessions):
             if not isinstance(outcome, Run):

@@ -33,7 +33,8 @@ from dpsur.functional.records import Examples
 from dpsur.functional.tree import Params
 from dpsur.methods import Method
 from dpsur.privacy.budget import Budget
-from dpsur.runs.session import Observer, Session, build_session
+from dpsur.runs.observers import Observer
+from dpsur.runs.session import Session, build_session
 
 # A canary's gradient is this many clip norms long before it is clipped.
 EXCESS = 1.01

@@ -332,7 +332,7 @@ def run_audit(options: argparse.Namespace) -> int:
 
 
 def _neighbours(options: argparse.Namespace) -> int:
-    session, _ = build_task_session(config_of(options))
+    session = build_task_session(config_of(options))
     with status(f"training, and making {options.neighbour} updates twice"):
         pairs = neighbour_test(session, options.neighbour)
     most, others = max(pair.moved for pair in pairs), [pair.same_otherwise for pair in pairs]

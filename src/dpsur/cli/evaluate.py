@@ -28,8 +28,7 @@ from dpsur.runs.evaluation import (
     shown_scores,
 )
 from dpsur.runs.files import MALFORMED, check_release, finite, write_atomically
-from dpsur.runs.predictor import SIGNATURE, Predictions, Predictor, export, load
-from dpsur.runs.release import read_release
+from dpsur.runs.release import SIGNATURE, Predictions, Predictor, load, read_release
 from dpsur.runs.result import run_rows
 from dpsur.runs.session import choose_device
 from dpsur.runs.verification import read_statement, statement_faults
@@ -394,7 +393,7 @@ def run_export(options: argparse.Namespace) -> int:
             raise InvalidInputError(f"there is no file {options.example} with an example")
         example = model.inputs.read(options.example).rows
     with status("exporting the model, and comparing both"):
-        folder = export(model, options.out, example=example, onnx=options.onnx)
+        folder = model.export(options.out, example=example, onnx=options.onnx)
     found = json.loads((folder / SIGNATURE).read_text(encoding="utf-8"))
     if options.json:
         print(json.dumps(found))

@@ -45,10 +45,14 @@ def run_methods(options: argparse.Namespace) -> int:
     named = options.name
     methods = METHODS if named is None else {named: method_named(named)}
     if options.json:
-        listed = {}
+        listed, plain = {}, (bool, int, float, str)
         for name, method in methods.items():
             options_of = {
-                one.flag: {"help": one.help, "default": one.plain_default, "group": one.group}
+                one.flag: {
+                    "help": one.help,
+                    "default": one.default if isinstance(one.default, plain) else None,
+                    "group": one.group,
+                }
                 for one in declared(method).values()
             }
             listed[name] = {"summary": method.summary, "options": options_of}
@@ -70,7 +74,7 @@ def _print_options(method: type["Method"]) -> None:
     for heading, options in by_heading(declared(method).values()).items():
         print(f"\n{heading}:")
         for found in options:
-            text = f"{found.help}{default_of(found.field)}"
+            text = f"{found.help}{default_of(found)}"
             lines = textwrap.wrap(text, 72, break_on_hyphens=False)
             lead = f"  {found.flag:<24}"
             if len(lead) > 26:

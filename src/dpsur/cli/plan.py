@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
     normalisation = preset.normalisation
     kinds: list[PersonSampling] = []
     if options.persons is not None:
-        setup = InputFeatures.within(features, normalisation, budgets[-1], table=task.table).charges
+        setup = InputFeatures(features, normalisation, budgets[-1], table=task.table).charges
         kinds = _samplings(options, method, setup, budgets[-1])
         if kinds[0].sampling == RECORD:
             joining = kinds[0].records_per_person
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
     found: list[Prospect] = []
     with status("choosing the noise for each epsilon"):
         for budget in budgets:
-            setup = InputFeatures.within(features, normalisation, budget, table=task.table).charges
+            setup = InputFeatures(features, normalisation, budget, table=task.table).charges
             found.append(prospect(method, drawn, budget, DEFAULT_ACCOUNTING, setup))
     seconds = None
     if simulation is not None:

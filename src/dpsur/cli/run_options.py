@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import MISSING, Field, fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,13 @@ def add_run_options(parser: argparse.ArgumentParser, groups: Iterable[str]) -> N
     for heading in groups:
         group = parser.add_argument_group(heading)
         for found in declared(RunConfig).values():
-            metadata = found.field.metadata
-            if metadata["group"] != heading or not metadata["command_line"]:
+            if found.group != heading or not found.command_line:
                 continue
             settings: dict[str, Any] = {"help": _run_help(found, defaults).replace("%", "%%")}
             if found.kind is bool:
                 settings["action"] = argparse.BooleanOptionalAction
             else:
-                settings |= {"metavar": metadata["metavar"]}
+                settings |= {"metavar": found.metavar}
                 settings["type"] = str if found.kind is Method else found.kind
             action = group.add_argument(found.flag, **settings)
             if not found.common and isinstance(parser, Parser):
@@ -49,14 +48,13 @@ def add_data_options(parser: argparse._ArgumentGroup | argparse.ArgumentParser) 
     """Add `--task` and what can be declared about your records, and whose they are."""
     parser.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
     for found in declared(Declared).values():
-        metavar = found.field.metadata["metavar"]
-        parser.add_argument(found.flag, type=found.kind, metavar=metavar, help=found.help)
+        kind = found.kind
+        parser.add_argument(found.flag, type=kind, metavar=found.metavar, help=found.help)
 
 
 def _run_help(found: Option, defaults: RunConfig) -> str:
     default = found.value(defaults)
-    names = found.field.metadata["names"]
-    parts = [f"one of: {', '.join(names)}"] if names else []
+    parts = [f"one of: {', '.join(found.names)}"] if found.names else []
     parts += [found.help] if found.help else []
     text = "; ".join(parts) if not found.help.startswith("or ") else ", ".join(parts)
     if default is None or "(default:" in text:
@@ -71,12 +69,11 @@ def add_method_options(parser: argparse.ArgumentParser) -> None:
     for heading, listed in by_heading(options.values()).items():
         group = parser.add_argument_group(heading)
         for found in listed:
-            choices = found.field.metadata["choices"]
             action = group.add_argument(
                 found.flag,
                 type=found.kind,
-                choices=choices,
-                metavar=None if choices else METAVARS.get(found.kind),
+                choices=found.choices,
+                metavar=None if found.choices else METAVARS.get(found.kind),
                 help=_method_help(owners[found.name], found.name).replace("%", "%%"),
             )
             if not found.common and isinstance(parser, Parser):
@@ -106,13 +103,13 @@ def _owners() -> dict[str, list[str]]:
 
 def _method_help(owners: list[str], name: str) -> str:
     """What the option means, its default, and which methods have it or mean something else."""
-    usual = declared(METHODS[owners[0]])[name].field
-    text: str = usual.metadata["help"]
+    usual = declared(METHODS[owners[0]])[name]
+    text = usual.help
     shown = text + default_of(usual)
     for owner in owners[1:]:
-        own = declared(METHODS[owner])[name].field
-        if own.metadata["help"] != text:
-            shown += f"; {owner}: {own.metadata['help']}{default_of(own)}"
+        own = declared(METHODS[owner])[name]
+        if own.help != text:
+            shown += f"; {owner}: {own.help}{default_of(own)}"
         elif own.default != usual.default and own.default is not None and "(default:" not in text:
             shown += f", for {owner} {own.default}"
     without = [method for method in METHODS if method not in owners]
@@ -123,12 +120,12 @@ def _method_help(owners: list[str], name: str) -> str:
     return f"{shown} [{', '.join(owners)}]"
 
 
-def default_of(field: Field[Any]) -> str:
-    if field.default is None or field.default is MISSING or "(default:" in field.metadata["help"]:
+def default_of(found: Option) -> str:
+    if found.default is None or found.default is MISSING or "(default:" in found.help:
         return ""
-    by_task = any(field.name in own for task in TASKS.values() for own in task.settings.values())
+    by_task = any(found.name in own for task in TASKS.values() for own in task.settings.values())
     own = "the task's, else " if by_task else ""
-    return f" (default: {own}{field.default})"
+    return f" (default: {own}{found.default})"
 
 
 def join_ranks(options: argparse.Namespace) -> Ranks:
@@ -234,7 +231,7 @@ def config_in(folder: RunFolder) -> RunConfig:
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
-    names = (n for n, found in declared(RunConfig).items() if found.field.metadata["command_line"])
+    names = (n for n, found in declared(RunConfig).items() if found.command_line)
     found = {name: getattr(options, name, None) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 

@@ -30,16 +30,15 @@ from dpsur.privacy.events import Ledger, LossTest
 from dpsur.privacy.plan import NOT_HIDDEN
 from dpsur.privacy.statement import PERSON, RECORD, format_epsilon, metric_text
 from dpsur.reports.html import LivePage
-from dpsur.runs.checkpoint import load_statistics
 from dpsur.runs.evaluation import doubts, objection, shown_scores
 from dpsur.runs.files import RunFolder, finite, resume_command
 from dpsur.runs.fit import execute
 from dpsur.runs.input_features import InputFeatures
-from dpsur.runs.observers import TRACKERS, ProgressBar, check_track, tracked
+from dpsur.runs.observers import TRACKERS, Observer, ProgressBar, check_track, tracked
 from dpsur.runs.planning import prospect
 from dpsur.runs.result import Run
 from dpsur.runs.schema_learning import learn_schema
-from dpsur.runs.session import Observer, Session, drawing_records
+from dpsur.runs.session import Session, drawing_records
 from dpsur.runs.tasks import build_task_session, features_of, load_records, note_privately, task_of
 from dpsur.status import is_silenced, notes, silenced, status
 from dpsur.tasks.base import named_file
@@ -246,7 +245,7 @@ def _dry_run(config: RunConfig, options: argparse.Namespace) -> int:
     records = facts.records or len(load_records(config).train)
     if config.sampling == RECORD:
         method = drawing_records(config, config.records_per_person or DEFAULT_RECORDS)
-    asked = InputFeatures.within(features, config.normalisation, config.budget, table=task.table)
+    asked = InputFeatures(features, config.normalisation, config.budget, table=task.table)
     with status("choosing the noise"):
         found = prospect(method, records, config.budget, config.charged_by, asked.charges)
     if options.json:
@@ -275,9 +274,7 @@ def _train(
 ) -> Run:
     # A run that was killed before its first checkpoint has trained nothing and starts again.
     resume = ranks.decided(lambda: options.resume is not None and folder.checkpoint.exists())
-    released = load_statistics(folder.checkpoint, ranks) if resume else None
-    booking = folder.booking if resume else None
-    session, origin = build_task_session(config, released=released, booking=booking)
+    session = build_task_session(config, resumed=folder if resume else None)
     if config.preset == AUTO and not (is_silenced() or options.resume):
         _explain(config)
     _announce(session)
@@ -303,7 +300,6 @@ def _train(
             resume=resume,
             observers=[open_until_the_end.enter_context(bar), *observers],
             stop_requested=lambda: stop.asked,
-            origin=origin,
             store_config=True,
         )
 

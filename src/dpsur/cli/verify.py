@@ -104,7 +104,6 @@ def run(options: argparse.Namespace) -> int:
 def _replayed(options: argparse.Namespace) -> "Replayed":
     # with them torch, which nothing else here needs
     from dpsur.cli.run_options import config_in
-    from dpsur.runs.checkpoint import load_positions
     from dpsur.runs.replay import replay, stated_commitments
     from dpsur.runs.tasks import build_task_session
 
@@ -128,9 +127,8 @@ def _replayed(options: argparse.Namespace) -> "Replayed":
         moved = {"task": f"{kind}:{options.data}"} if own else {"data_dir": Path(options.data)}
         config = replace(config, **moved)
     with status("recomputing steps"):
-        positions = load_positions(folder.checkpoint)
-        session, origin = build_task_session(config, positions=positions)
-        return replay(session, folder, origin, options.replay)
+        session = build_task_session(config, replayed=folder)
+        return replay(session, folder, options.replay)
 
 
 SIGN_TEXT = """\

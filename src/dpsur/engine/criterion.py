@@ -9,7 +9,7 @@ from torch import Tensor
 from dpsur.errors import InvalidInputError
 from dpsur.functional.problem import Arguments, losses_one_by_one, output_rows, weight_by_record
 from dpsur.functional.tree import check_rows, map_tensors, slice_rows, tensors_of, with_tensors
-from dpsur.runs.validation import check_is_loss, check_loss
+from dpsur.runs.data import check_is_loss, check_loss
 
 
 class Criterion:

@@ -71,13 +71,12 @@ class _Description:
 
     def module(self, module: nn.Module) -> Any:
         return _ADDRESS.sub("", repr(module)), [
-            (name, _name(type(part)), self._class(type(part)), self._settings(part))
+            (
+                *(name, _name(type(part)), self._class(type(part))),
+                [(n, self.of(v)) for n, v in sorted(vars(part).items()) if n not in self._bare],
+            )
             for name, part in module.named_modules(remove_duplicate=False)
         ]
-
-    def _settings(self, module: nn.Module) -> Any:
-        own = {name: value for name, value in vars(module).items() if name not in self._bare}
-        return [(name, self.of(value)) for name, value in sorted(own.items())]
 
     def _callable(self, value: Any, *, inside: bool) -> Any:
         if isinstance(value, functools.partial):
@@ -146,7 +145,7 @@ _ANY_FORMAT = re.compile(r"dpsur-(checkpoint|engine)/\d+")
 _DIGEST = re.compile("[0-9a-f]{64}")
 NOT_WHOLE = "{} is not a whole checkpoint of this program; it cannot be resumed from"
 FIXED_PARTS = "frozen parameters or buffers"
-STATE, _STREAM, _STATISTICS = "state/", "stream/", "statistics/"
+STATE, STREAM, _STATISTICS = "state/", "stream/", "statistics/"
 
 # Statistics of the records that were released, with noise, before the first trial.
 Statistics = Mapping[str, Tensor]
@@ -194,8 +193,12 @@ class Checkpoint:
         return "Checkpoint(ledger, state and key of random numbers; private)"
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors of which the names begin so, by the rest of their names."""
-        return _under(prefix, self.tensors)
+        found = self.tensors.items()
+        return {name.removeprefix(prefix): one for name, one in found if name.startswith(prefix)}
+
+    def progress(self, initial: Progress) -> Progress:
+        """Where the run was, in the form that it has at its beginning."""
+        return Progress(unflatten(initial.state, self.under(STATE)), self.ledger)
 
     def to_plain(self) -> dict[str, Any]:
         return {
@@ -231,7 +234,6 @@ class Checkpoint:
 
 
 def check_format(written: Any, where: str) -> None:
-    """Refuse what is no checkpoint of this version."""
     if written == FORMAT:
         return
     if isinstance(written, str) and _ANY_FORMAT.fullmatch(written):
@@ -252,7 +254,7 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint; an interruption leaves the previous one in place."""
     tensors = {STATE + name: value for name, value in flatten(progress.state).items()}
-    tensors |= {_STREAM + name: value for name, value in streams.positions().items()}
+    tensors |= {STREAM + name: value for name, value in streams.positions().items()}
     tensors |= {_STATISTICS + name: value for name, value in (statistics or {}).items()}
     tensors = {name: value.detach().cpu().clone() for name, value in tensors.items()}
     facts = Checkpoint(fingerprint, progress.ledger, tensors).to_plain()
@@ -284,19 +286,7 @@ def load_statistics(path: Path, ranks: Ranks = ALONE) -> Statistics:
     prepared with others have another fingerprint. Of several ranks the first reads the file.
     """
     content = ranks.from_main(lambda: read_checkpoint(path))
-    return _under(_STATISTICS, _parse(path, content)[0])
-
-
-def load_positions(path: Path) -> Mapping[str, Tensor]:
-    """What `Streams.restore` takes: the key of a run, to make its draws again."""
-    return _under(_STREAM, _parse(path, read_checkpoint(path))[0])
-
-
-def restore(checkpoint: Checkpoint, initial: Progress, streams: Streams) -> Progress:
-    """Put a run back to where the checkpoint was written."""
-    state = unflatten(initial.state, checkpoint.under(STATE))
-    streams.restore(checkpoint.under(_STREAM))
-    return Progress(state, checkpoint.ledger)
+    return load_checkpoint(path, None, content).under(_STATISTICS)
 
 
 def read_checkpoint(path: Path) -> bytes:
@@ -324,10 +314,6 @@ def _parse(path: Path, content: bytes) -> tuple[dict[str, Tensor], dict[str, Any
     if metadata.get("digest") != digest_of(tensors, text):
         raise CheckpointError(damaged)
     return tensors, facts
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 def digest_of(tensors: Mapping[str, Tensor], text: str = "") -> str:

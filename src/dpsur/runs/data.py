@@ -1,16 +1,20 @@
-"""Records of a run: tensors, host memory, or data sets that are read as they are needed."""
+"""Records of a run: tensors, host memory, or data sets that are read as they are needed.
 
-import functools
+Checks of a loss, of records, labels and tokens before a run, each with a remedy.
+"""
+
+import copy
 import hashlib
 import multiprocessing
 import os
 import random
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,23 +25,40 @@ import torch
 import torch.multiprocessing
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset
 
-from dpsur.errors import InvalidInputError
+from dpsur import checks
+from dpsur.errors import InvalidInputError, UnsupportedModelError, from_custom_code
 from dpsur.functional.model_loss import split_labels
-from dpsur.functional.problem import LossFunction, same_bits
+from dpsur.functional.problem import (
+    EVALUATION_ROWS,
+    LossFunction,
+    call,
+    losses_one_by_one,
+    mode,
+    same_bits,
+    weight_by_record,
+)
+from dpsur.functional.process_settings import seeded_globally
 from dpsur.functional.records import SEVERAL_SHAPES, Examples, StreamedExamples, stream
 from dpsur.functional.tree import (
     TensorTree,
     concatenate_rows,
     describe_rows,
+    device_of,
     flatten,
     map_tensors,
+    row_count,
+    slice_rows,
+    split_rows,
     tensors_of,
 )
 
 # Records of a data set that are read again, to see whether it draws them at random.
 _READ_AGAIN = 16
+# One record of a data set as trees of tensors (inputs, targets).
+Convert = Callable[[Any], tuple[TensorTree, TensorTree]]
 CLASSIFICATION_LOSSES = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
 
 
@@ -70,7 +91,15 @@ def as_examples(
                 raise InvalidInputError(f"{name} must have a row per record, got a single number")
         examples = Examples(inputs, targets)
         if mapped and len(examples):
-            return stream(ArrayReader(inputs, targets, fraction), len(examples))
+
+            def read(rows: Tensor) -> Examples:
+                def some(values: Tensor) -> Tensor:
+                    found = values.index_select(0, rows)
+                    return found.to(fraction) if found.is_floating_point() else found
+
+                return Examples(map_tensors(some, inputs), map_tensors(some, targets))
+
+            return stream(read, len(examples))
     elif hasattr(data, "__getitem__") and isinstance(data, Sized):
         examples = _read_data_set(data, name, fraction, workers, held_bytes)
     else:
@@ -127,7 +156,7 @@ def _check_kind(data: Any, name: str) -> None:
 
 
 def _is_array(values: Any) -> bool:
-    return isinstance(values, (Tensor, np.ndarray)) or hasattr(values, "__array__")
+    return hasattr(values, "__array__")  # tensors too
 
 
 def _is_column(values: Any) -> bool:
@@ -210,21 +239,24 @@ def _tensor(values: Any, name: str, fraction: torch.dtype | None) -> Tensor:
 def _read_data_set(
     data: Any, name: str, fraction: torch.dtype, workers: int | None, held_bytes: int | None
 ) -> Examples:
-    count = len(data)
+    count, convert = len(data), partial(_record, name=name, fraction=fraction)
     if count == 0:
         raise InvalidInputError(f"{name} is empty; there must be at least one record")
-    convert = partial(_record, name=name, fraction=fraction)
     with generators_restored():
         size = count * sum(value.nbytes for value in tensors_of(convert(data[0])))
+    some = [place * count // min(count, _READ_AGAIN) for place in range(min(count, _READ_AGAIN))]
     if workers is None and size <= (HELD_BYTES if held_bytes is None else held_bytes):
-        return _stack(data, name, fraction)
-    _check_steady(data, {row: convert(data[row]) for row in _some_rows(count)}, name, fraction)
+        records = _read_all(data, name, convert)
+        _check_steady(data, {row: records[row] for row in some}, name, convert)
+        inputs, targets = zip(*records, strict=True)
+        return Examples(_stacked(inputs), _stacked(targets))
+    _check_steady(data, {row: convert(data[row]) for row in some}, name, convert)
     if workers is None:
         workers = min(MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) - 1))
     return stream(DataSetReader(data, convert, workers), count)
 
 
-def _record(item: Any, *, name: str, fraction: torch.dtype | None) -> tuple[TensorTree, TensorTree]:
+def _record(item: Any, *, name: str, fraction: torch.dtype) -> tuple[TensorTree, TensorTree]:
     if isinstance(item, Mapping):
         item = split_labels(item) or item
     if not isinstance(item, (tuple, list)) or len(item) != 2:
@@ -237,23 +269,20 @@ def _record(item: Any, *, name: str, fraction: torch.dtype | None) -> tuple[Tens
     return one, other
 
 
-def _stack(data: Any, name: str, fraction: torch.dtype | None) -> Examples:
-    inputs, targets = [], []
+def _read_all(data: Any, name: str, convert: Convert) -> list[tuple[TensorTree, TensorTree]]:
+    records: list[tuple[TensorTree, TensorTree]] = []
     for index in range(len(data)):
-        one, other = _record(data[index], name=name, fraction=fraction)
-        inputs.append(one)
-        targets.append(other)
-        if _shapes(one) != _shapes(inputs[0]) or _shapes(other) != _shapes(targets[0]):
+        records.append(convert(data[index]))
+        one, other = map(_shapes, records[-1])
+        first, second = map(_shapes, records[0])
+        if (one, other) != (first, second):
             raise InvalidInputError(
                 f"the records of {name} have inputs or targets of several shapes; pad or crop them "
                 "to one shape",
-                private=f"{name}[{index}] has an input of shape {_shapes(one)} and a "
-                f"target of shape {_shapes(other)}, the first record "
-                f"{_shapes(inputs[0])} and {_shapes(targets[0])}",
+                private=f"{name}[{index}] has an input of shape {one} and a target of shape "
+                f"{other}, the first record {first} and {second}",
             )
-    firsts = {row: (inputs[row], targets[row]) for row in _some_rows(len(inputs))}
-    _check_steady(data, firsts, name, fraction)
-    return Examples(stack_records(inputs), stack_records(targets))
+    return records
 
 
 def _shapes(record: TensorTree) -> Any:
@@ -262,16 +291,8 @@ def _shapes(record: TensorTree) -> Any:
     return {path: tuple(value.shape) for path, value in flatten(record).items()}
 
 
-def _some_rows(length: int) -> list[int]:
-    count = min(length, _READ_AGAIN)
-    return [place * length // count for place in range(count)]
-
-
 def _check_steady(
-    data: Any,
-    firsts: Mapping[int, tuple[TensorTree, TensorTree]],
-    name: str,
-    fraction: torch.dtype | None,
+    data: Any, firsts: Mapping[int, tuple[TensorTree, TensorTree]], name: str, convert: Convert
 ) -> None:
     """Refuse a data set that gives a record differently each time.
 
@@ -279,7 +300,7 @@ def _check_steady(
     """
     with generators_restored():
         for row in list(firsts) * -(-2 * _READ_AGAIN // len(firsts)):
-            again = tensors_of(_record(data[row], name=name, fraction=fraction))
+            again = tensors_of(convert(data[row]))
             for value, first in zip(again, tensors_of(firsts[row]), strict=True):
                 if value.shape != first.shape or not same_bits(value, first):
                     raise InvalidInputError(
@@ -342,14 +363,12 @@ def check_alike(test: Examples, train: Examples) -> None:
 
 
 def is_one_of(loss: Any, kinds: tuple[Any, ...]) -> bool:
-    """Whether a loss is one of these functions, or of these classes of modules."""
-    if isinstance(loss, functools.partial):
+    if isinstance(loss, partial):
         loss = loss.func
     return loss in kinds or isinstance(loss, tuple(k for k in kinds if isinstance(k, type)))
 
 
 def is_classification(loss: LossFunction) -> bool:
-    """Whether the loss takes class indices."""
     return is_one_of(loss, CLASSIFICATION_LOSSES)
 
 
@@ -436,9 +455,6 @@ _BYTES_AT_ONCE = 32 * 2**20
 # Records that identify a data set which is too large to be read for that.
 IDENTIFYING = 512
 
-# One record of a data set as trees of tensors (inputs, targets).
-Convert = Callable[[Any], tuple[TensorTree, TensorTree]]
-
 
 def is_mapped(values: Any) -> bool:
     """Whether an array or a tensor lies in a file that is mapped into memory."""
@@ -467,20 +483,6 @@ def _in_file(address: int) -> bool:
     return False
 
 
-class ArrayReader:
-    """Reads rows of arrays: trees of tensors that may lie in files."""
-
-    def __init__(self, inputs: TensorTree, targets: TensorTree, fraction: torch.dtype) -> None:
-        self._inputs, self._targets, self._fraction = inputs, targets, fraction
-
-    def __call__(self, rows: Tensor) -> Examples:
-        def read(values: Tensor) -> Tensor:
-            found = values.index_select(0, rows)
-            return found.to(self._fraction) if found.is_floating_point() else found
-
-        return Examples(map_tensors(read, self._inputs), map_tensors(read, self._targets))
-
-
 class DataSetReader:
     """Reads records of a map-style data set, in this process or in several others."""
 
@@ -492,10 +494,15 @@ class DataSetReader:
         if not self._workers:
             return _read(self._data, self._convert, rows.tolist())
         parts = [part.tolist() for part in rows.chunk(self._workers)]
+        if self._pool is None:
+            context = multiprocessing.get_context()
+            source = (self._data, self._convert)
+            self._pool = ProcessPoolExecutor(self._workers, context, _start_worker, source)
+            weakref.finalize(self, self._pool.shutdown, wait=False)
         with warnings.catch_warnings():
             # of a fork beside other threads; a worker only reads, as those of a DataLoader do
             warnings.simplefilter("ignore", DeprecationWarning)
-            futures = [self._started().submit(_read_in_worker, part) for part in parts]
+            futures = [self._pool.submit(_read_in_worker, part) for part in parts]
         try:
             found = [future.result() for future in futures]
         except BrokenProcessPool:
@@ -505,23 +512,10 @@ class DataSetReader:
                 "with fewer: performance=dpsur.Performance(workers=1)"
             ) from None
         try:
-            return Examples(
-                concatenate_rows([inputs for inputs, _ in found]),
-                concatenate_rows([targets for _, targets in found]),
-            )
+            inputs, targets = zip(*found, strict=True)
+            return Examples(concatenate_rows([*inputs]), concatenate_rows([*targets]))
         except RuntimeError as error:
             raise InvalidInputError(SEVERAL_SHAPES, private=str(error)) from None
-
-    def _started(self) -> ProcessPoolExecutor:
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                self._workers,
-                mp_context=multiprocessing.get_context(),
-                initializer=_start_worker,
-                initargs=(self._data, self._convert),
-            )
-            weakref.finalize(self, self._pool.shutdown, wait=False)
-        return self._pool
 
 
 # What a worker reads from.
@@ -544,37 +538,284 @@ def _read(data: Any, convert: Convert, rows: list[int]) -> Examples:
     items = data.__getitems__(rows) if hasattr(data, "__getitems__") else [data[r] for r in rows]
     inputs, targets = zip(*map(convert, items), strict=True)
     try:
-        return Examples(stack_records(inputs), stack_records(targets))
+        return Examples(_stacked(inputs), _stacked(targets))
     except RuntimeError as error:
         raise InvalidInputError(SEVERAL_SHAPES, private=str(error)) from None
 
 
-def stack_records(rows: Sequence[TensorTree]) -> TensorTree:
+def _stacked(rows: Sequence[TensorTree]) -> TensorTree:
     return map_tensors(lambda *each: torch.stack(each), *rows)
 
 
-def rows_at_once(examples: Examples) -> int:
-    """How many records are looked at together where all of them are."""
+def _rows_at_once(examples: Examples) -> int:
     return max(1, _BYTES_AT_ONCE // max(1, examples.nbytes // max(1, len(examples))))
 
 
 def checked_parts(examples: Examples) -> Iterator[Examples]:
     """Records to check: all of those that are held at once, streamed ones some at a time."""
-    if not isinstance(examples, StreamedExamples):
-        yield examples
-        return
-    yield from examples.parts(rows_at_once(examples))
+    streamed = isinstance(examples, StreamedExamples)
+    yield from examples.parts(_rows_at_once(examples)) if streamed else [examples]
 
 
 def identifying(examples: Examples) -> dict[str, TensorTree]:
     """What identifies the records: themselves, or a sample of records that are not held."""
     if not isinstance(examples, StreamedExamples):
         return {"inputs": examples.inputs, "targets": examples.targets}
-    count = min(len(examples), IDENTIFYING, rows_at_once(examples))
+    count = min(len(examples), IDENTIFYING, _rows_at_once(examples))
     rows = torch.linspace(0, len(examples) - 1, count, dtype=torch.float64).long()
     some = examples.to(torch.device("cpu")).select(rows)
-    return {
-        "inputs": some.inputs,
-        "targets": some.targets,
-        "count": torch.tensor([len(examples)]),
-    }
+    count_held = torch.tensor([len(examples)])
+    return {"inputs": some.inputs, "targets": some.targets, "count": count_held}
+
+
+def check_observers(observers: Any) -> None:
+    if not isinstance(observers, (list, tuple)):
+        given = checks.shown(observers)
+        raise InvalidInputError(f"observers must be a list, got {given}; write [observer]")
+    for observer in observers:
+        missing = [
+            name
+            for name in ("started", "trials", "evaluated")
+            if not callable(getattr(observer, name, None))
+        ]
+        if isinstance(observer, type) or missing:
+            raise InvalidInputError(
+                f"observers must have the methods started, trials and evaluated, got "
+                f"{checks.shown(observer)}; pass an instance of a class like dpsur.Observer"
+            )
+
+
+def check_is_loss(loss: Any) -> None:
+    example = "a function such as F.cross_entropy or a module such as nn.CrossEntropyLoss()"
+    if isinstance(loss, type):
+        raise InvalidInputError(
+            f"loss is the class {loss.__name__}, not a loss; create an instance: {loss.__name__}()"
+        )
+    if not callable(loss):
+        raise InvalidInputError(f"loss must be {example}, got {checks.shown(loss)}")
+
+
+def check_module(model: Any) -> None:
+    """Refuse what is not a network, or one with uninitialised weights or sparse gradients."""
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise UnsupportedModelError(
+            f"the model must be a torch.nn.Module, got {given}; build the network and pass it in"
+        )
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if hasattr(value, "device_mesh"):
+            raise UnsupportedModelError(
+                f"{name} is split over several processes (fully_shard, tensor parallelism), and "
+                "fit trains a copy on each; pass the model unsharded, or train the sharded one "
+                "with dpsur.PrivacyEngine"
+            )
+        if is_lazy(value):
+            raise UnsupportedModelError(
+                f"{name} has no shape yet, as in lazy modules; call the model once on inputs of "
+                "the right shape before it is passed in"
+            )
+        if value.is_meta:
+            raise UnsupportedModelError(
+                f"{name} is on the device meta and holds no numbers; build the model on the cpu, "
+                "or use model.to_empty(device='cpu') and initialise it"
+            )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise UnsupportedModelError(
+                f"module {name or '(root)'} ({type(module).__name__}) makes sparse gradients, to "
+                "which noise cannot be added; build it with sparse=False"
+            )
+
+
+# Targets to try: a loss may be undefined for some of them, such as the logarithm of 0.
+_TRIED = ((0.5, 0), (1.0, 1), (0.0, 0))
+ROWS_AT_ONCE = 4096
+
+
+def loss_on(loss: LossFunction, device: torch.device) -> LossFunction:
+    """The loss as it is applied to single records, with what it holds on the device."""
+    if isinstance(loss, nn.Module):
+        loss = copy.deepcopy(loss).to(device)
+    return weight_by_record(loss)
+
+
+def check_loss(loss: LossFunction, outputs: TensorTree, targets: TensorTree) -> None:
+    """Refuse a loss that does not give one number with a gradient for one record.
+
+    `outputs` are those for synthetic inputs. Of the targets only shape and type are used. A loss
+    passes that works for one of several synthetic targets.
+    """
+    faults: list[str | Exception] = []
+    device = device_of(outputs)
+    for values in _TRIED:
+        # bound now: a closure in a loop would see the last pair
+        def filled(one: Tensor, values: tuple[float, int] = values) -> Tensor:
+            value = values[0] if one.dtype.is_floating_point else values[1]
+            return torch.full_like(one[:1], value, device=device)
+
+        target = map_tensors(filled, targets)
+        fault = _fault(loss, slice_rows(outputs, slice(1)), target)
+        if fault is None:
+            one = map_tensors(Tensor.detach, slice_rows(outputs, slice(1)))
+            with without_memory(loss, one, target):  # of itself, with a gradient
+                longer = map_tensors(lambda x: 3 * x + 1 if x.is_floating_point() else x, one)
+                _fault(loss, longer, target)
+            return
+        faults.append(fault)
+    if isinstance(faults[0], Exception):
+        raise faults[0]
+    raise InvalidInputError(faults[0])
+
+
+def _computed(values: Tensor) -> Tensor:
+    return values * 1 if values.is_floating_point() else values  # like an output no leaf
+
+
+@contextmanager
+def without_memory(loss: LossFunction, output: TensorTree, target: TensorTree) -> Iterator[None]:
+    """Refuse a loss that gives a record another value after it was applied to others."""
+
+    def value() -> Tensor:
+        with torch.no_grad(), seeded_globally(0, device_of(output)):
+            return loss(map_tensors(_computed, output), target).detach().clone().nan_to_num()
+
+    before = value()
+    yield
+    if not torch.equal(value(), before):
+        raise InvalidInputError(
+            "the loss keeps state: it gives a record another value after it was applied to others; "
+            "compute it from the arguments of the call and keep nothing"
+        )
+
+
+def check_targets(loss: LossFunction, outputs: TensorTree, targets: TensorTree, name: str) -> None:
+    """Refuse records with a target that the loss cannot take, before one of them is drawn.
+
+    A run that such a record ended would reveal that the record is in the data.
+    """
+    if not tensors_of(targets):
+        return
+    device = device_of(outputs)
+
+    def repeated(count: int) -> TensorTree:
+        return map_tensors(lambda one: one[:1].detach().expand(count, *one.shape[1:]), outputs)
+
+    for part in split_rows(targets, ROWS_AT_ONCE):
+        part = map_tensors(lambda value: value.to(device), part)
+        try:
+            with torch.no_grad(), without_memory(loss, repeated(1), slice_rows(part, slice(1))):
+                losses_one_by_one(loss, repeated(row_count(part)), part)
+        except (torch.OutOfMemoryError, InvalidInputError):
+            raise  # says nothing of the targets
+        except Exception as error:  # a custom loss may raise anything
+            raise InvalidInputError(
+                f"the loss cannot be computed for some target of {name} ({type(error).__name__}); "
+                "change the loss or those targets",
+                private="".join(traceback.format_exception(error)),
+            ) from None  # its words may quote a target
+
+
+def _fault(loss: LossFunction, output: TensorTree, target: TensorTree) -> str | Exception | None:
+    given = describe_rows(output, 1)
+    if isinstance(output, Tensor):
+        given = f"shape {tuple(output.shape)}"
+    about = f"for one record, with outputs of {given} and targets of {describe_rows(target, 1)}"
+    leaf = map_tensors(
+        lambda x: x.detach().requires_grad_() if x.is_floating_point() else x, output
+    )
+    try:
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # training gives the same warnings
+            found: Any = loss(map_tensors(_computed, leaf), target)
+    except Exception as error:
+        if from_custom_code(error):
+            error.add_note(f"dpsur: raised when the loss was tried on synthetic values {about}")
+            return error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"the loss cannot be computed {about}: {reason}; change the loss or the targets"
+    if not isinstance(found, Tensor):
+        kind = type(found).__name__
+        return f"the loss must return a tensor of one number, got {kind} {about}; use torch for it"
+    if found.numel() != 1:
+        return (
+            f"the loss must return one number, got the shape {tuple(found.shape)} {about}; reduce "
+            "it with .mean() or .sum()"
+        )
+    if not found.requires_grad:
+        return (
+            f"the loss has no gradient {about}: it does not depend on the outputs, or was "
+            "detached from them; compute it from the outputs by operations of torch"
+        )
+    if not bool(found.isfinite()):
+        return f"the loss is {found.item()} {about}; use a loss that is finite"
+    return None
+
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def check_tokens(model: nn.Module, examples: Examples, name: str) -> None:
+    """Refuse records with a number that an embedding of the model has no row for.
+
+    First with synthetic records of the least and largest numbers at each place. Where those do not
+    fit, a real record is looked for: a model may combine its inputs before it looks them up.
+    """
+    inputs, place = examples.inputs, next(model.parameters()).device
+    # Tables that are no modules are looked up unwatched, and a bad index breaks the CUDA context.
+    looks_up = place.type == "cpu" or any(isinstance(one, _TABLES) for one in model.modules())
+    if all(value.dtype not in _WHOLE for value in tensors_of(inputs)) or not looks_up:
+        return
+
+    def extremes(values: Tensor) -> Tensor:
+        if values.dtype in _WHOLE:
+            return torch.stack([values.amin(0), values.amax(0)]).to(place)
+        return values[[0, -1]].to(place)
+
+    if _table_fault(model, map_tensors(extremes, inputs)) is None:
+        return
+    for part in split_rows(inputs, EVALUATION_ROWS):
+        fault = _table_fault(model, map_tensors(lambda value: value.to(place), part))
+        if fault is not None:
+            where, number = fault
+            raise InvalidInputError(
+                f"the inputs of {name} hold a number that {where}; fix the tokens or enlarge the "
+                "table",
+                private=number,
+            ) from None
+
+
+class _BeyondTable(Exception):  # noqa: N818
+    """The embedding that has no row for a number, and the number."""
+
+
+def _table_fault(model: nn.Module, inputs: TensorTree) -> tuple[str, str] | None:
+    """Which lookup fails, and by which number, which is private.
+
+    Every embedding looks at its numbers before it looks them up.
+    """
+
+    def look(name: str, table: Any, given: tuple[Tensor, ...]) -> None:
+        if not given or not given[0].numel():
+            return
+        rows, low, high = table.num_embeddings, int(given[0].min()), int(given[0].max())
+        if low < 0 or high >= rows:
+            raise _BeyondTable(
+                f"the embedding {name or '(root)'} has no row for: it has {rows} rows "
+                f"(0 to {rows - 1})",
+                f"the number {low if low < 0 else high}",
+            )
+
+    with ExitStack() as hooks, torch.no_grad(), mode(model, training=False):
+        for name, table in model.named_modules():
+            if isinstance(table, _TABLES):
+                hook = table.register_forward_pre_hook(partial(look, name))
+                hooks.callback(hook.remove)
+        try:
+            call(model, inputs)
+        except _BeyondTable as found:
+            where, number = found.args
+            return where, number
+        except IndexError as found:
+            return "the model cannot look up", str(found)
+    return None

@@ -40,8 +40,7 @@ from dpsur.per_example import ClippedSum
 from dpsur.privacy.events import Gaussian, event_to_json
 from dpsur.privacy.search import least_noise
 from dpsur.privacy.statement import holdout_cost, stated_holdout
-from dpsur.runs.data import check_labels, is_one_of, keyed_draws
-from dpsur.runs.validation import check_tokens
+from dpsur.runs.data import check_labels, check_tokens, is_one_of, keyed_draws
 from dpsur.tasks.schema import RangeLoss
 
 # Losses of targets that are right or wrong, several of them at once or one, and of numbers.
@@ -226,7 +225,6 @@ def model_outputs(model: nn.Module, inputs: Any) -> Any:
 
 
 def shown_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Scores by name in words, the most telling first."""
     # the mean loss is the log loss where that is the loss
     hidden = {"loss"} if "log_loss" in scores else set()
     return [
@@ -237,7 +235,6 @@ def shown_scores(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def describe_scores(scores: Mapping[str, float], records: int) -> str:
-    """Scores on one line, and how many records they come from."""
     shown = ", ".join(f"{name} {text}" for name, text in shown_scores(scores))
     return f"test {shown} ({records:,} records)"
 
@@ -327,9 +324,8 @@ def noisy_figures(
     return stated_holdout(held, delta)
 
 
-def loss_bound(classes: int) -> float:
-    """What losses are clipped at: twice that of a guess at random."""
-    return 2 * math.log(classes)
+def _loss_bound(classes: int) -> float:
+    return 2 * math.log(classes)  # twice the loss of a guess at random
 
 
 def _class_rows(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -342,7 +338,7 @@ def _class_rows(outputs: Tensor, targets: Tensor) -> Tensor:
     finite = outputs.isfinite().all(1)
     outputs = torch.where(finite[:, None], outputs, torch.zeros_like(outputs))
     right = ((outputs.argmax(1) == targets) & finite).double()
-    losses = F.cross_entropy(outputs, targets, reduction="none") / loss_bound(classes)
+    losses = F.cross_entropy(outputs, targets, reduction="none") / _loss_bound(classes)
     losses = torch.where(finite, losses, torch.ones_like(losses)).clamp(0, 1)
     places = targets
     if classes == 2:
@@ -354,7 +350,7 @@ def _class_rows(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _class_figures(sums: Tensor, scale: float, count: int, classes: int) -> list[dict[str, Any]]:
-    bound = loss_bound(classes)
+    bound = _loss_bound(classes)
     counts = sums[2:].reshape(classes, -1)
     found = [
         _figure("accuracy", sums[0], scale, count),

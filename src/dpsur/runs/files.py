@@ -75,7 +75,6 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -171,7 +170,6 @@ def numbered(name: str) -> Iterator[str]:
 
 
 def resume_command(root: Path) -> str:
-    """The command that resumes the run in a folder, ready to be pasted into a shell."""
     return command_in(root, "--resume")
 
 
@@ -251,7 +249,6 @@ class RunFolder:
 
     @property
     def booking(self) -> str | None:
-        """The id of this run in the ledger of its data, if it was booked."""
         try:
             return (self.private / BOOKING).read_text(encoding="utf-8").strip()
         except OSError:

@@ -9,9 +9,10 @@ are replayed on separate streams. Every run ends as it would alone.
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,23 +20,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpsur import checks
-from dpsur.config import (
-    Intervals,
-    Performance,
-    RunConfig,
-    check_budget,
-    choose_method,
-    data_facts,
-    uses_gpu,
-)
+from dpsur.config import Intervals, Performance, RunConfig, check_budget, choose_method, uses_gpu
 from dpsur.distributed import connect, restarted
 from dpsur.errors import InvalidInputError, NothingReleasedError, PrivacyWarning, ReplayError
-from dpsur.functional.persons import (
-    DEFAULT_RECORDS,
-    Groups,
-    called,
-    number_persons,
-)
+from dpsur.functional.persons import DEFAULT_RECORDS, Groups, called, number_persons
 from dpsur.functional.problem import LossFunction
 from dpsur.functional.records import Examples
 from dpsur.methods import METHODS, Method
@@ -44,42 +32,24 @@ from dpsur.presets import DataFacts
 from dpsur.privacy.accounting import DEFAULT_ACCOUNTING
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.plan import DELAY, NOT_HIDDEN
-from dpsur.privacy.statement import (
-    PERSON,
-    RECORD,
-)
-from dpsur.runs.checkpoint import load_positions, load_statistics
-from dpsur.runs.data import Collated
-from dpsur.runs.evaluation import (
-    check_target,
-    split_off,
-)
+from dpsur.privacy.statement import PERSON, RECORD, planned_warnings
+from dpsur.runs.data import Collated, check_observers
+from dpsur.runs.evaluation import check_target, split_off
 from dpsur.runs.files import BOOKING, RunFolder, to_json, write_atomically
 from dpsur.runs.observers import (
+    Observer,
     RandomDelays,
     Recorder,
     check_track,
     default_progress,
     tracked,
 )
-from dpsur.runs.release import (
-    NO_ORIGIN,
-    Origin,
-    write_release,
-)
+from dpsur.runs.release import write_release
 from dpsur.runs.replay import commitments, stated_commitments
 from dpsur.runs.replay import replay as replay_run
-from dpsur.runs.result import Run, finish_run, known_origin, objections
-from dpsur.runs.session import ActiveRun, Observer, Session, build_session, choose_device
-from dpsur.runs.tasks import (
-    Given,
-    better_for_images,
-    note_privately,
-    origin_of,
-    own_task,
-    task_network,
-)
-from dpsur.runs.validation import check_observers
+from dpsur.runs.result import Run, finish_run
+from dpsur.runs.session import ActiveRun, Session, build_session, choose_device
+from dpsur.runs.tasks import better_for_images, note_privately, own_task, task_network
 from dpsur.status import notes, silenced
 from dpsur.tasks import Task
 from dpsur.tasks.schema import AUTO, Schema
@@ -93,7 +63,7 @@ _ELSEWHERE = {"epsilon": _BUDGET, "delta": _BUDGET} | {
 }
 
 
-@checks.arguments_with(_ELSEWHERE)
+@partial(checks.arguments, elsewhere=_ELSEWHERE)
 def fit(
     model: nn.Module | str,
     train_set: Any = None,
@@ -227,7 +197,13 @@ def fit(
         test_set = None if test_set is None else Collated(test_set, collate)
     if train_set is None and isinstance(model, (str, os.PathLike)):
         model, train_set = AUTO, model
-    task = own_task(model, train_set, test_set, Given(schema, classes, image_size, groups))
+    task = own_task(
+        *(model, train_set, test_set),
+        schema=schema,
+        classes=classes,
+        image_size=image_size,
+        groups=groups,
+    )
     if task is not None:
         train_set, test_set = task.load(None)
         loss = task.loss if loss is None else loss
@@ -244,15 +220,26 @@ def fit(
     network: dict[str, Any] | None = None
     known = accounting or DEFAULT_ACCOUNTING
     reasons: tuple[str, ...] = ()
+    facts = DataFacts(
+        records=units,
+        shape=None,
+        classes=None,
+        gpu=uses_gpu(str(device)),
+        features=features,
+        short=max_updates is not None,
+        target=None if task is None else task.target,
+        budget=(budget.epsilon, budget.delta),
+        unit=unit,
+    )
     if task is not None and isinstance(model, str):
         asked = features or (method.features if method else None)
         network = task_network(task, model, asked or task.auto_features)
         if model == AUTO:
             features = asked or task.auto_features
         if model == AUTO and method is None:
-            task = replace(task, records=units)
-            values = {"device": str(device), "max_updates": max_updates, "unit": unit}
-            facts = data_facts(task, {**values, "features": asked, "budget": budget})
+            facts = replace(
+                facts, shape=task.shape, classes=task.classes, kind=task.kind, features=asked
+            )
             method, preset, reasons = choose_method(
                 facts, features, normalisation, known, own_model=False
             )
@@ -271,18 +258,7 @@ def fit(
         weights = list(model.parameters()) if isinstance(model, nn.Module) else []
         layers = [one for one in model.modules() if isinstance(one, nn.Linear)] if weights else []
         linear = len(weights) == len(layers) == 1 and not weights[0].any()
-        facts = DataFacts(
-            records=units,
-            shape=None,
-            classes=None,
-            gpu=uses_gpu(str(device)),
-            own_model=not linear,
-            features=features,
-            short=max_updates is not None,
-            target=None if task is None else task.target,
-            budget=(budget.epsilon, budget.delta),
-            unit=unit,
-        )
+        facts = replace(facts, own_model=not linear, features=features)
         method, preset, reasons = choose_method(
             facts, features, normalisation, known, own_model=True
         )
@@ -326,26 +302,18 @@ def fit(
             test_set=test_set,
             augment=augment,
             views=views,
-            table=None if task is None else task.table,
+            task=task,
+            network=network,
             holdout=held,
-            released=load_statistics(folder.checkpoint, ranks)
-            if folder and resume and not replay
-            else None,
-            positions=load_positions(folder.checkpoint) if folder and replay else None,
-            pixel_scale=None if task is None else task.pixel_scale,
             groups=grouped,
-            booking=folder.booking if folder and resume else None,
+            resumed=folder if resume and replay is None else None,
+            replayed=None if replay is None else folder,
         )
         notes(reasons)  # after all checks, which end in one line
         bar = default_progress(observers) if progress and ranks.is_main else None
         observers = (*([] if bar is None else [bar]), *observers)
-        origin = (
-            NO_ORIGIN.behind(session.layer_descriptions)
-            if task is None
-            else origin_of(task, network, session)
-        )
         if folder is not None and replay is not None:
-            found = replay_run(session, folder, origin, replay)
+            found = replay_run(session, folder, replay)
             if found.faults:
                 raise ReplayError("; ".join(found.faults))
             notes([found.describe()])
@@ -362,7 +330,6 @@ def fit(
                 folder=folder,
                 resume=resume,
                 observers=observers if ranks.is_main else (),
-                origin=origin,
             )
         if folder is not None and task is not None and ranks.is_main:
             note_privately(task, folder)
@@ -425,7 +392,6 @@ def _count(train_set: Any) -> int | None:
 
 
 def _pair_of_tensors(train_set: Any) -> Examples:
-    """Records that can be split by their values."""
     if isinstance(train_set, Examples):
         return train_set
     if isinstance(train_set, (tuple, list)) and len(train_set) == 2:
@@ -445,7 +411,6 @@ def execute(
     resume: bool = False,
     observers: Sequence[Observer] = (),
     stop_requested: Callable[[], bool] = lambda: False,
-    origin: Origin = NO_ORIGIN,
     store_config: bool = False,
 ) -> Run:
     """Run a prepared session and, where there is a folder, write its release at the end.
@@ -455,39 +420,40 @@ def execute(
     private folder, so that the command line can resume it. Of several ranks only the first writes.
     """
     ranks = session.ranks
-    origin = known_origin(origin, session)
     if ranks.is_main:
-        for text in objections(session):
+        for text in _objections(session):
             warnings.warn(text, PrivacyWarning, stacklevel=_caller())
         delays = [RandomDelays()] if session.config.hide_rejections == DELAY else []
         observers = [*delays, *observers]
-    if folder is None or not ranks.is_main:
-        recorder = Recorder()
+    written = folder if ranks.is_main else None
+    recorder, committed = Recorder(None if written is None else written.private), None
+    with ExitStack() as locked:
+        if written is not None:
+            written.create()
+            locked.enter_context(written.lock())
+            if not resume and not written.unstarted:
+                raise InvalidInputError(
+                    f"another run has started in the folder {written.root}; choose another folder"
+                )
+            written.clean()
+            if session.booking is not None:
+                write_atomically(written.private / BOOKING, session.booking.encode(), mode=0o600)
+            if store_config and not resume:
+                write_atomically(written.config, to_json(session.config.to_json()), mode=0o600)
         progress = session.run([recorder, *observers], folder, resume, stop_requested)
-        run = finish_run(session, progress, recorder.rows, origin)
+        if written is not None and session.config.intervals.replayable:
+            committed, _ = commitments(session, written, progress)
+        run = finish_run(session, progress, recorder.rows, committed)
+        if written is not None:
+            write_release(written.release, run.model, run.statement, run.origin)
         if folder is None:
             return run
         ranks.wait_for_all()  # until the release is written
-        return replace(run, saved=folder.release)
-    folder.create()
-    with folder.lock():
-        if not resume and not folder.unstarted:
-            raise InvalidInputError(
-                f"another run has started in the folder {folder.root}; choose another folder"
-            )
-        folder.clean()
-        if session.booking is not None:
-            write_atomically(folder.private / BOOKING, session.booking.encode(), mode=0o600)
-        if store_config and not resume:
-            write_atomically(folder.config, to_json(session.config.to_json()), mode=0o600)
-        recorder = Recorder(folder.private)
-        progress = session.run([recorder, *observers], folder, resume, stop_requested)
-        replayable = session.config.intervals.replayable
-        committed = commitments(session, folder, progress) if replayable else None
-        run = finish_run(session, progress, recorder.rows, origin, committed)
-        write_release(folder.release, run.model, run.statement, origin)
-        ranks.wait_for_all()
     return replace(run, saved=folder.release)
+
+
+def _objections(session: Session) -> list[str]:
+    return planned_warnings(session.plan, session.problem.size, seeded=session.streams.seeded)
 
 
 def _caller() -> int:
@@ -502,79 +468,59 @@ def _caller() -> int:
 Outcome = Run | NothingReleasedError
 
 
-def run_together(
-    sessions: Sequence[Session], observers: Sequence[Sequence[Observer]] | None = None
-) -> list[Outcome]:
+def run_together(sessions: Sequence[Session]) -> list[Outcome]:
     """Run prepared sessions to their ends, and return what each of them came to, in their order.
 
-    `observers` are called with every run's trials, a sequence for each session. Records that
-    are on the device already, and given to all sessions, are there only once.
+    Records that are on the device already, and given to all sessions, are there only once.
 
     Formal guarantee: each run has its own, as if it were alone; together they are a composition.
     """
-    watching = [()] * len(sessions) if observers is None else observers
-    if len(watching) != len(sessions):
-        raise InvalidInputError(
-            f"{len(watching)} groups of observers for {len(sessions)} sessions: give one for each"
-        )
-    for text in dict.fromkeys(text for session in sessions for text in objections(session)):
+    for text in dict.fromkeys(text for session in sessions for text in _objections(session)):
         warnings.warn(text, PrivacyWarning, stacklevel=2)
-    runs = [_Interleaved(session, seen) for session, seen in zip(sessions, watching, strict=True)]
+    outcomes: dict[int, Outcome] = {}
+    runs = dict(enumerate(map(_in_turns, sessions)))
     try:
-        while any(run.outcome is None for run in runs):
-            active = [run for run in runs if run.outcome is None]
-            for run in active:
-                run.launch()
-            for run in active:
-                run.collect()
+        while runs:
+            for number, run in list(runs.items()):
+                try:
+                    next(run)
+                except StopIteration as ended:
+                    outcomes[number] = ended.value
+                    del runs[number]
     finally:
-        for run in runs:
+        for run in runs.values():
             run.close()
-    return [run.outcome for run in runs if run.outcome is not None]
+    return [outcomes[number] for number in range(len(sessions))]
 
 
-class _Interleaved:
-    """One of several runs, with a CUDA stream to itself."""
+def _in_turns(session: Session) -> Generator[None, None, Outcome]:
+    """One of several runs, with a CUDA stream to itself. It stops where others may go on.
 
-    def __init__(self, session: Session, observers: Sequence[Observer]) -> None:
-        self.outcome: Outcome | None = None
-        self._session, self._recorder = session, Recorder()
-        self._stream: torch.cuda.Stream | None = None
-        if session.streams.device.type == "cuda":
-            self._stream = torch.cuda.Stream(session.streams.device)  # type: ignore[no-untyped-call]
-        with self._own_stream():
-            self._active = ActiveRun(session, [self._recorder, *observers])
+    Whatever it computes comes after what was on the device before, and before what comes after.
+    """
+    device, recorder = session.streams.device, Recorder()
+    own: Any = None
+    if device.type == "cuda":
+        own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        own.wait_stream(torch.cuda.current_stream(device))
 
-    def launch(self) -> None:
-        with self._own_stream():
-            if not self._active.finished:
-                self._active.launch()
+    def stream() -> Any:
+        return nullcontext() if own is None else torch.cuda.stream(own)
 
-    def collect(self) -> None:
-        with self._own_stream():
-            if not self._active.finished:
-                self._active.collect()
-                return
+    with session.arithmetic(), stream():
+        active = ActiveRun(session, [recorder])
+    try:
+        while not active.finished:
+            for take_turn in (active.launch, active.collect):
+                yield
+                with session.arithmetic(), stream():
+                    take_turn()
+        with session.arithmetic(), stream():
             try:
-                progress = self._active.finish()
-                self.outcome = finish_run(self._session, progress, self._recorder.rows, NO_ORIGIN)
+                return finish_run(session, active.finish(), recorder.rows)
             except NothingReleasedError as error:
-                self.outcome = error
-
-    def close(self) -> None:
-        self._active.close()
-
-    @contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """Work beside the others, after what was there before and before what comes after."""
-        with self._session.arithmetic():
-            if self._stream is None:
-                yield
-                return
-            device = self._session.streams.device
-            outer = torch.cuda.current_stream(device)
-            self._stream.wait_stream(outer)
-            with torch.cuda.stream(self._stream):
-                yield
-            if self.outcome is not None:
-                outer.wait_stream(self._stream)
+                return error
+    finally:
+        if own is not None:
+            torch.cuda.current_stream(device).wait_stream(own)
+        active.close()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,8 @@ CHANNEL_MEAN, DEVIATION, CENTRE, LEVELS = "mean", "deviation", "centre", "levels
 STATISTICS_OF = {PRIVATE: {CHANNEL_MEAN, DEVIATION}, MEAN: {CENTRE}, QUANTILES: {LEVELS}}
 # Public limits of the grid that clip bounds are chosen from.
 LEAST_BOUND, MOST_BOUND, BOUND_STEPS = 1e-4, 1e4, 256
+# Groups of channels, and the noise of statistics where no budget says it.
+GROUPS, NOISE = 27, {PRIVATE: 8.0, MEAN: 40.0, QUANTILES: 10.0}
 
 
 @dataclass(frozen=True)
@@ -65,49 +67,24 @@ class InputFeatures:
     the numbers of a table by noisy quantiles, by histograms of all columns together, where a table
     has numbers. Formal guarantee: the one Gaussian mechanism in `setup`.
 
-    `scale` is what images were standardised with, for features that need pixels in [0, 1]. `table`
-    is where the numbers of a table are, for its features.
+    The noise of a mean and of histograms suits the `budget`; `noise` is another. `scale` is what
+    images were standardised with, for features that need pixels in [0, 1]. `table` is where the
+    numbers of a table are, for its features.
     """
 
     features: str | None = None
     normalisation: str | None = None
-    groups: int = 27
-    statistics_noise: float = 8.0
-    mean_noise: float = 40.0
-    histograms_noise: float = 10.0
+    budget: Budget | None = None
     scale: PixelScale | None = None
     table: TableLayout | None = None
+    noise: float | None = None
 
     def __post_init__(self) -> None:
         if self.normalisation is not None:
             checks.one_of("normalisation", self.normalisation, NORMALISATIONS)
-        checks.positive("statistics_noise", self.statistics_noise)
-        checks.positive("mean_noise", self.mean_noise)
-        checks.positive("histograms_noise", self.histograms_noise)
-        checks.at_least_one("groups", self.groups)
+        checks.positive_each(self, "noise")
         if self.features is not None:
             features_named(self.features)
-
-    @classmethod
-    def within(
-        cls,
-        features: str | None,
-        normalisation: str | None,
-        budget: Budget,
-        *,
-        scale: PixelScale | None = None,
-        table: TableLayout | None = None,
-    ) -> Self:
-        """With the noise of a mean and of histograms that suits a budget."""
-        spent = budget.epsilon, budget.delta
-        return cls(
-            features,
-            normalisation,
-            mean_noise=feature_mean_noise(*spent),
-            histograms_noise=feature_histograms_noise(*spent),
-            scale=scale,
-            table=table,
-        )
 
     @property
     def kind(self) -> str:
@@ -125,18 +102,22 @@ class InputFeatures:
         return layout if self.kind == QUANTILES else replace(layout, numbers=())
 
     @property
-    def released(self) -> set[str]:
-        """The names of the statistics that are released before the first trial."""
-        return STATISTICS_OF[self.kind] if self.setup else set()
-
-    @property
     def setup(self) -> tuple[Event, ...]:
         """What it costs before the first trial."""
         if self.kind == PRIVATE:
-            return feature_statistics(self.statistics_noise)
+            return feature_statistics(self.noise_multiplier)
         if self.binned is not None and self.binned.numbers:
-            return feature_histograms(self.histograms_noise)
-        return feature_mean(self.mean_noise) if self.kind == MEAN else ()
+            return feature_histograms(self.noise_multiplier)
+        return feature_mean(self.noise_multiplier) if self.kind == MEAN else ()
+
+    @property
+    def noise_multiplier(self) -> float:
+        if self.noise is not None:
+            return self.noise
+        if self.budget is None or self.kind == PRIVATE:
+            return NOISE[self.kind]
+        suited = feature_mean_noise if self.kind == MEAN else feature_histograms_noise
+        return suited(self.budget.epsilon, self.budget.delta)
 
     @property
     def charges(self) -> tuple[Event, ...]:
@@ -174,18 +155,15 @@ class InputFeatures:
                 f"{shape}; use normalisation {NONE}"
             )
         if self.kind == GROUP:
-            build_layers([self._group_norm(shape[0])])
+            build_layers([_group_norm(shape[0])])
         return shape
 
-    def _group_norm(self, channels: int) -> Mapping[str, Any]:
-        return {"name": "group-norm", "groups": self.groups, "channels": channels}
-
-    def check_held(self, train: Examples, test: Examples | None) -> None:
+    def check_held(self, sets: Mapping[str, Examples]) -> None:
         """Refuse records that are streamed where something is computed from all of them first."""
         if not self.features and self.kind == NONE:
             return
         what = f"features {self.features}" if self.features else f"normalisation {self.kind}"
-        for name, examples in (("train_set", train), ("test_set", test)):
+        for name, examples in sets.items():
             if isinstance(examples, StreamedExamples):
                 raise InvalidInputError(
                     f"{what} cannot be used: they are computed once for records in memory, but "
@@ -196,6 +174,10 @@ class InputFeatures:
         """Refuse images with pixels of a range that the features are not made for."""
         if self.features is not None:
             features_named(self.features).check_pixels(inputs, self.scale, name)
+
+
+def _group_norm(channels: int) -> Mapping[str, Any]:
+    return {"name": "group-norm", "groups": GROUPS, "channels": channels}
 
 
 def like_features(train: Examples, shape: tuple[int, ...]) -> Examples:
@@ -251,18 +233,18 @@ def compute_inputs(
             statistics = _private_statistics(asked, train.inputs, stream)
         elif released is None and asked.kind == MEAN:
             rows = train.inputs if persons is None else persons.means(train.inputs)
-            mean, event = private_mean(rows, asked.mean_noise, stream)
+            mean, event = private_mean(rows, asked.noise_multiplier, stream)
             assert (event,) == asked.setup
             statistics = {CENTRE: mean.cpu()}
         elif released is None:
             assert asked.binned is not None
             numbers = train.inputs[:, list(asked.binned.numbers)]
             weights = None if persons is None else persons.weights
-            levels, event = private_levels(numbers, asked.histograms_noise, stream, weights)
+            levels, event = private_levels(numbers, asked.noise_multiplier, stream, weights)
             assert (event,) == asked.setup
             statistics = {LEVELS: levels.cpu()}
         else:
-            if set(released) != asked.released:
+            if set(released) != STATISTICS_OF[asked.kind]:
                 raise CheckpointError(
                     "the checkpoint holds no private statistics of features, so this run was not "
                     f"started with normalisation {asked.kind}; resume it with the settings that it "
@@ -295,7 +277,7 @@ def _normalisation(
     if asked.kind == NONE:
         return None
     if asked.kind == GROUP:
-        description = asked._group_norm(channels)
+        description = _group_norm(channels)
         return build_layers([description])[0], description
     if asked.kind == MEAN:
         return Centre(channels, statistics[CENTRE]), {"name": "centre", "features": channels}
@@ -320,7 +302,7 @@ def _private_statistics(asked: InputFeatures, inputs: Tensor, stream: Stream) ->
         inputs,
         mean_bound=mean_bound,
         square_bound=square_bound,
-        noise_multiplier=asked.statistics_noise,
+        noise_multiplier=asked.noise_multiplier,
         stream=stream,
     )
     assert (mean_event, square_event, *found.events) == asked.setup

@@ -12,6 +12,7 @@ are passed on only with `private=True`. A tracker notes the time of every entry.
 tells how many updates were rejected and that number is private, `track` is refused.
 """
 
+import html
 import json
 import logging
 import math
@@ -21,10 +22,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from dpsur import checks
 from dpsur.errors import DiagnosticsWarning, InvalidInputError, describe_os_error
@@ -34,7 +35,30 @@ from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import format_epsilon, metric_text
 from dpsur.runs.evaluation import shown_scores
 from dpsur.runs.files import METRICS, finite, write_atomically
-from dpsur.status import NotebookLine, in_notebook, is_silenced
+from dpsur.status import in_notebook, is_silenced
+
+
+class Observer(Protocol):
+    """Someone who watches a run. What is seen here is private unless said otherwise.
+
+    Later trials may overwrite the tensors of a `progress`: copy what is to be kept.
+    """
+
+    def started(self, plan: Plan, progress: Progress) -> None:
+        """The run begins, or resumes from a checkpoint."""
+
+    def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
+        """Trials were made; `progress` is where the last of them led.
+
+        No verdicts: a figure was released that later trials are steered by.
+        """
+
+    def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
+        """The weights that would be released now were evaluated on the public test set.
+
+        An observer may also have `measured(progress, rows)`: a test has released noisy values of
+        the training records, which epsilon covers.
+        """
 
 
 class Recorder:
@@ -69,28 +93,14 @@ class Recorder:
         for verdict, accept in zip(verdicts, accepted, strict=True):
             trial, updates = trial + 1, updates + accept
             private = {name: float(value) for name, value in verdict.private.items()}
-            self._add(
-                {
-                    "kind": "trial",
-                    "trial": trial,
-                    "updates": updates,
-                    "accepted": accept,
-                    **private,
-                    "seconds": round(seconds, 6),
-                }
-            )
+            place = {"kind": "trial", "trial": trial, "updates": updates, "accepted": accept}
+            self._add({**place, **private, "seconds": round(seconds, 6)})
         self._clock = time.perf_counter()
 
     def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
-        self._add(
-            {
-                "kind": "evaluation",
-                "trial": progress.ledger.trials,
-                "updates": progress.ledger.updates,
-                "epsilon": epsilon,
-                **scores,
-            }
-        )
+        ledger = progress.ledger
+        place = {"kind": "evaluation", "trial": ledger.trials, "updates": ledger.updates}
+        self._add({**place, "epsilon": epsilon, **scores})
         self._clock = time.perf_counter()
 
     def _add(self, row: dict[str, Any]) -> None:
@@ -320,15 +330,19 @@ class _NotebookBar:
     """What is used of rich's progress bar, as one line of a notebook."""
 
     def __init__(self, plan: Plan) -> None:
+        from IPython import display  # there is a kernel, so it is installed
+
+        shown: Any = display
+        self._html = shown.HTML
+        self._handle = shown.display(self._html(""), display_id=True)
         self._total, self._done = plan.duration, 0
         self._unit = "trials" if plan.run_all_trials else plan.unit
         self._status = self._rate = ""
-        self._line, self._due = NotebookLine(), 0.0
+        self._due = 0.0
 
     def update(
         self, task: Any, completed: int | None = None, status: str = "", rate: str = ""
     ) -> None:
-        """Advance; the notebook is told twice a second."""
         del task
         self._done = self._done if completed is None else completed
         self._status, self._rate = status or self._status, rate or self._rate
@@ -337,7 +351,9 @@ class _NotebookBar:
 
     def _show(self) -> None:
         parts = (f"{self._done}/{self._total} {self._unit}", self._rate, self._status)
-        self._line.show(self._done, self._total, ", ".join(part for part in parts if part))
+        bar = f'<progress value="{self._done}" max="{self._total}" style="width:16em"></progress>'
+        text = html.escape(", ".join(part for part in parts if part))
+        self._handle.update(self._html(f"{bar} {text}"))
         self._due = time.perf_counter() + _NOTEBOOK_SECONDS
 
     def stop(self) -> None:
@@ -469,48 +485,39 @@ def tracked(name: str, plan: Plan, method: str, folder: Path | None) -> Iterator
         "delta": plan.budget.delta,
         "accounting": plan.accounting,
     }
-    opened = {"tensorboard": _tensorboard, "mlflow": _mlflow, "wandb": _wandb}[name]
-    tracker, close = opened(noted, folder)
-    try:
-        yield tracker
-    finally:
-        close()
+    run_name = None if folder is None else folder.name
+    with ExitStack() as at_the_end:
+        if name == "wandb":
+            wandb = import_module("wandb")
+            settings = wandb.Settings(
+                console="off",
+                disable_code=True,
+                disable_git=True,
+                x_disable_stats=True,
+                x_disable_meta=True,
+            )
+            run = wandb.init(project=PROJECT, name=run_name, config=noted, settings=settings)
+            at_the_end.callback(run.finish)
+            yield Tracker.wandb(run)
+        elif name == "mlflow":
+            mlflow = import_module("mlflow")
+            mlflow.start_run(run_name=run_name)
+            at_the_end.callback(mlflow.end_run)
+            mlflow.log_params(noted)
+            yield Tracker.mlflow(mlflow)
+        else:
+            from torch.utils.tensorboard import SummaryWriter
 
+            opened: list[Any] = []
 
-Opened = tuple[Tracker, Callable[[], Any]]
+            def log(figures: Mapping[str, float], step: int) -> None:
+                if not opened:  # not before the run has made its folder
+                    place = None if folder is None else str(folder / "tensorboard")
+                    opened.append(SummaryWriter(place))
+                    at_the_end.callback(opened[0].close)
+                    text = "\n".join(f"- {key}: {one}" for key, one in noted.items())
+                    opened[0].add_text("run", text)
+                for name, value in figures.items():
+                    opened[0].add_scalar(name, value, step)
 
-
-def _tensorboard(noted: Mapping[str, Any], folder: Path | None) -> Opened:
-    from torch.utils.tensorboard import SummaryWriter
-
-    opened: list[Any] = []
-
-    def log(figures: Mapping[str, float], step: int) -> None:
-        if not opened:  # not before the run has made its folder
-            opened.append(SummaryWriter(None if folder is None else str(folder / "tensorboard")))
-            opened[0].add_text("run", "\n".join(f"- {key}: {one}" for key, one in noted.items()))
-        for name, value in figures.items():
-            opened[0].add_scalar(name, value, step)
-
-    return Tracker(log), lambda: [writer.close() for writer in opened]
-
-
-def _mlflow(noted: Mapping[str, Any], folder: Path | None) -> Opened:
-    mlflow = import_module("mlflow")
-    mlflow.start_run(run_name=None if folder is None else folder.name)
-    mlflow.log_params(dict(noted))
-    return Tracker.mlflow(mlflow), mlflow.end_run
-
-
-def _wandb(noted: Mapping[str, Any], folder: Path | None) -> Opened:
-    wandb = import_module("wandb")
-    settings = wandb.Settings(
-        console="off",
-        disable_code=True,
-        disable_git=True,
-        x_disable_stats=True,
-        x_disable_meta=True,
-    )
-    name = None if folder is None else folder.name
-    run = wandb.init(project=PROJECT, name=name, config=dict(noted), settings=settings)
-    return Tracker.wandb(run), run.finish
+            yield Tracker(log)

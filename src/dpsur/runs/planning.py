@@ -143,7 +143,6 @@ class Simulation:
 
     @classmethod
     def of(cls, records: int, schema: Schema, seed: int = 0) -> "Simulation":
-        """Tables with this many records; some are added for a test."""
         if records * schema.width > MOST_NUMBERS:
             raise InvalidInputError(
                 f"{records} records of {schema.width} numbers are too many to simulate here; give "

@@ -34,14 +34,13 @@ from torch import Tensor
 from dpsur.environment import versions
 from dpsur.errors import CheckpointError, DpsurError, InvalidInputError
 from dpsur.functional.process_settings import device_name
-from dpsur.functional.tree import flatten, tensors_of, unflatten
+from dpsur.functional.tree import flatten, tensors_of
 from dpsur.mechanism.streams import Key
 from dpsur.mechanism.trial import Progress, start
 from dpsur.privacy.events import SampledGaussian
-from dpsur.runs.checkpoint import STATE, digest_of, load_checkpoint
+from dpsur.runs.checkpoint import digest_of, load_checkpoint
 from dpsur.runs.files import WEIGHTS, RunFolder, finite, sha256
-from dpsur.runs.release import Origin
-from dpsur.runs.result import Run, finish_run, known_origin
+from dpsur.runs.result import Run, finish_run
 from dpsur.runs.session import Session
 from dpsur.runs.verification import TOLERANCE, differences, read_statement
 
@@ -54,11 +53,6 @@ MADE_AGAIN = (
     *("accepted_updates", "hide_rejections", "replay"),
 )
 FIGURES = ("metrics", "holdout", "test")  # the same where bits are
-
-
-def commitments(session: Session, folder: RunFolder, last: Progress) -> dict[str, str]:
-    """What the release of a replayable run commits to."""
-    return _commitments(_Kept(session, folder), last)[0]
 
 
 def stated_commitments(folder: RunFolder) -> dict[str, Any]:
@@ -94,7 +88,6 @@ class Replayed:
     seconds: float
 
     def describe(self) -> str:
-        """What was recomputed, in one line."""
         how = "the same bits" if self.exact else f"within {ELSEWHERE:g} of a clip norm"
         return (
             f"{len(self.distances)} of {self.steps} steps recomputed from the records, {how}; "
@@ -102,35 +95,28 @@ class Replayed:
         )
 
 
-class _Kept:
-    """The states that a run has kept, by number."""
+def _kept(session: Session, folder: RunFolder, numbers: Sequence[int]) -> Iterator[Progress]:
+    """The states that a run has kept under these numbers.
 
-    def __init__(self, session: Session, folder: RunFolder) -> None:
-        self.session, self.folder = session, folder
-        self._initial = start(session.procedure)
-
-    def read(self, numbers: Sequence[int]) -> Iterator[Progress]:
-        for number in numbers:
-            saved = load_checkpoint(self.folder.update(number), None)
-            # The key is that of the run. A key of its own could be chosen for the noise it gives.
-            yield Progress(unflatten(self._initial.state, saved.under(STATE)), saved.ledger)
-
-    def last(self) -> Progress:
-        saved = load_checkpoint(self.folder.checkpoint, None)
-        return Progress(unflatten(self._initial.state, saved.under(STATE)), saved.ledger)
+    The key is that of the run. A key of their own could be chosen for the noise it gives.
+    """
+    initial = start(session.procedure)
+    for number in numbers:
+        yield load_checkpoint(folder.update(number), None).progress(initial)
 
 
-def _commitments(kept: _Kept, last: Progress) -> tuple[dict[str, str], list[int]]:
-    """The commitments, and how many steps had been made at each kept state."""
-    session, key = kept.session, kept.session.streams.key
-    chain, steps = "", []
-    for number, progress in enumerate(kept.read(range(last.ledger.kept + 1))):
+def commitments(
+    session: Session, folder: RunFolder, last: Progress
+) -> tuple[dict[str, str], list[int]]:
+    """What a release commits to, and how many steps had been made at each kept state."""
+    key, chain, steps = session.streams.key, "", []
+    for number, progress in enumerate(_kept(session, folder, range(last.ledger.kept + 1))):
         leaf = digest_of(flatten(progress.state), _salt(key, "state", number))
         chain = sha256((chain + leaf).encode())
         steps.append(progress.ledger.steps)
     if digest_of(flatten(progress.state)) != digest_of(flatten(last.state)):
         raise CheckpointError(
-            f"{kept.folder.update(number)} is not the state that the run ended in; restore the file"
+            f"{folder.update(number)} is not the state that the run ended in; restore the file"
         )
     assert session.records is not None
     leaves: list[str] = []
@@ -171,12 +157,7 @@ def _device(session: Session) -> str:
     return f"{device.type}: {device_name(device)}{more}"
 
 
-def replay(
-    session: Session,
-    folder: RunFolder,
-    origin: Origin,
-    count: int,
-) -> Replayed:
+def replay(session: Session, folder: RunFolder, count: int) -> Replayed:
     """Hold a finished run against its release: its ends, and this many steps chosen at random.
 
     `session` is built anew from the records, with the key of the run. What is checked always:
@@ -187,18 +168,17 @@ def replay(
     stated = stated_commitments(folder)
     committed = stated["replay"]
     exact = committed["device"] == _device(session) and stated["versions"] == versions()
-    kept = _Kept(session, folder)
-    last = kept.last()
+    last = load_checkpoint(folder.checkpoint, None).progress(start(session.procedure))
     with session.arithmetic():
-        made, steps = _commitments(kept, last)
+        made, steps = commitments(session, folder, last)
         made["device"] = committed["device"]
-        run = finish_run(session, last, (), known_origin(origin, session), made)
+        run = finish_run(session, last, (), made)
         names = {*MADE_AGAIN, *(FIGURES if exact else ())}
         again, there = ({n: one[n] for n in names & one.keys()} for one in (run.statement, stated))
         faults = [*differences(there, finite(again), TOLERANCE)]
         if not _alike(load_file(folder.release / WEIGHTS), run.model.state_dict(), exact):
             faults.append(f"{WEIGHTS} holds other weights than those after the last step")
-        (first,) = kept.read([0])
+        (first,) = _kept(session, folder, [0])
         begun = flatten(start(session.procedure).state)
         if first.ledger.steps or not _alike(flatten(first.state), begun, exact):
             faults.append("the state before the first step is not that of the untrained network")
@@ -206,7 +186,7 @@ def replay(
             faults.append("two steps were made with the same random numbers")
         numbers = range(1, len(steps))
         chosen = sorted(SystemRandom().sample(numbers, min(count, len(numbers))))
-        distances = {number: _distance(kept, number) for number in chosen}
+        distances = {number: _distance(session, folder, number) for number in chosen}
     for number, distance in distances.items():
         if math.isinf(distance):
             faults.append(f"step {number} cannot be recomputed from the state before it")
@@ -224,14 +204,13 @@ def _alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor], exact: bool) 
     return all(torch.allclose(one[name].double(), other[name].double(), 1e-4, 1e-6) for name in one)
 
 
-def _distance(kept: _Kept, number: int) -> float:
+def _distance(session: Session, folder: RunFolder, number: int) -> float:
     """How far a step made again ends from the kept one, in clip norms of its sum; 0: in its bits.
 
     The largest over weights, buffers and averages of the part of the step that differs, times the
     norm of the noise, which is nearly all of a sum.
     """
-    session = kept.session
-    before, after = kept.read([number - 1, number])
+    before, after = _kept(session, folder, [number - 1, number])
     begun, wanted = (
         {n: v.clone() for n, v in flatten(one.state).items()} for one in (before, after)
     )

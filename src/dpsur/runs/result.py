@@ -3,18 +3,16 @@
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch import nn
 
 from dpsur import checks, figure_style
 from dpsur.environment import versions
 from dpsur.errors import DpsurError, InvalidInputError
-from dpsur.functional.persons import record_loss, record_rows
 from dpsur.mechanism.blocks import released_metrics
 from dpsur.mechanism.streams import HOLDOUT, SETUP
 from dpsur.mechanism.trial import Progress
@@ -23,35 +21,21 @@ from dpsur.per_example import EngineReport
 from dpsur.privacy.events import Ledger
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import (
-    DECLARED_SIZE,
-    GROUP_SIZE,
-    RECORD,
-    RECORDS_PER_PERSON,
-    SAMPLED_BY,
+    BY_CONSTRUCTION,
+    WAS_CHECKED,
     RunFacts,
     format_epsilon,
     guarantee_rows,
     plan_from_statement,
-    planned_warnings,
     privacy_statement,
 )
-from dpsur.runs.data import is_classification, is_one_of
-from dpsur.runs.evaluation import (
-    LABEL_LOSSES,
-    NUMBER_LOSSES,
-    evaluate,
-    noisy_figures,
-    shown_scores,
-)
+from dpsur.runs.evaluation import evaluate, noisy_figures, shown_scores
 from dpsur.runs.files import METRICS, PRIVATE, RunFolder, numbered
 from dpsur.runs.observers import read_rows
-from dpsur.runs.predictor import Predictor
 from dpsur.runs.release import (
-    CLASSES,
-    LABELS,
     NO_ORIGIN,
-    NUMBERS,
     Origin,
+    Predictor,
     released_model,
     write_release,
 )
@@ -167,52 +151,14 @@ class Run:
         return folder.release
 
 
-def objections(session: Session) -> list[str]:
-    """What a reviewer would object to in a run."""
-    size, seeded = session.problem.size, session.streams.seeded
-    return planned_warnings(session.plan, size, seeded=seeded)
-
-
-def _what_is_predicted(session: Session) -> str | None:
-    """What the outputs of the model mean, from its loss and the type of its targets."""
-    targets = record_rows(session.problem.train.part(slice(1)).targets)
-    loss = record_loss(session.problem.loss)
-    if not isinstance(targets, torch.Tensor):
-        return None
-    if is_one_of(loss, LABEL_LOSSES):
-        return LABELS
-    if is_one_of(loss, NUMBER_LOSSES):
-        return NUMBERS
-    if targets.dim() == 1 and not targets.dtype.is_floating_point:
-        return CLASSES
-    return CLASSES if is_classification(loss) else None
-
-
-def known_origin(origin: Origin, session: Session) -> Origin:
-    """With what the model predicts, and what was declared of persons and of the size."""
-    declared: dict[str, Any] = {}
-    if session.records_per_person is not None:
-        declared[RECORDS_PER_PERSON] = session.records_per_person
-        if session.config.sampling == RECORD:
-            declared[SAMPLED_BY] = RECORD
-    if session.problem.declared_size is not None:
-        declared[DECLARED_SIZE] = True
-    if session.config.group_size is not None:
-        declared[GROUP_SIZE] = session.config.group_size
-    public = {**origin.public, **declared}
-    return replace(origin, predicts=_what_is_predicted(session), public=public)
-
-
 def finish_run(
     session: Session,
     progress: Progress,
     rows: Sequence[Mapping[str, Any]],
-    origin: Origin,
     committed: Mapping[str, str] | None = None,
 ) -> Run:
-    """The result of a run that has ended, with what it commits to."""
     with session.arithmetic():
-        released = progress.state.released_params
+        released, engine = progress.state.released_params, session.engine()
         scores = None
         if session.test is not None:
             scores = evaluate(session.problem, released, session.test)
@@ -237,8 +183,8 @@ def finish_run(
             bf16=session.config.performance.bf16,
             hide_rejections=session.config.hide_rejections,
             versions=versions(),
-            public=known_origin(origin, session).public,
-            independence=session.independence,
+            public=session.origin.public,
+            independence=WAS_CHECKED if engine.is_slow else BY_CONSTRUCTION,
             metrics=released_metrics(session.procedure, progress.state),
             test=None if session.test is None else {"records": len(session.test), "scores": scores},
             holdout=holdout,
@@ -252,8 +198,8 @@ def finish_run(
             method=session.method,
             plan=session.plan,
             private=PrivateDiagnostics(progress.ledger, tuple(rows)),
-            origin=origin,
-            engine=session.engine(),
+            origin=session.origin,
+            engine=engine,
         )
 
 
@@ -327,16 +273,23 @@ def plot_runs(runs: Sequence[RunCurves], kind: str) -> "Figure":
 
 
 def _draw(axes: "Axes", run: RunCurves, kind: str, *, alone: bool) -> list[str]:
-    """Draw what one run has of this kind of plot, and name it."""
     found: Curve | None = None
-    if kind == "accuracy" and not run.plan.run_all_trials:
+    curves: list[Curve] = []
+    if kind == "epsilon":  # under every accounting that applies
+
+        def named(shorter: Plan) -> dict[str, float | None]:
+            figures = shorter.figures()
+            return {label: figures.get(name) for name, label in ACCOUNTING_NAMES.items()}
+
+        curves = _by_update(run.plan, named)
+    elif kind == "accuracy" and not run.plan.run_all_trials:
         scores = (accuracy_by_epsilon(run.rows, score) for score in SCORES)
         found = next((curve for curve in scores if curve), None)
     elif kind == "tradeoff":
         found = tradeoff(run.plan)
     elif kind == "acceptance":
         found = private_curves(run.rows).get("accepted updates")
-    curves = [found] if found else epsilons_by_update(run.plan) if kind == "epsilon" else []
+    curves += [found] if found else []
     for curve in curves:
         label = curve.name if alone else f"{run.name}, {curve.name}"
         if not alone and len(curves) == 1:
@@ -357,16 +310,6 @@ def _by_update(plan: Plan, figures: Callable[[Plan], Mapping[str, float | None]]
             if value is not None and math.isfinite(value):
                 points.setdefault(name, []).append((count, value))
     return [Curve(name, *zip(*some, strict=True)) for name, some in points.items() if len(some) > 1]
-
-
-def epsilons_by_update(plan: Plan) -> list[Curve]:
-    """Epsilon by update under every accounting that applies to the plan."""
-
-    def named(shorter: Plan) -> dict[str, float | None]:
-        figures = shorter.figures()
-        return {label: figures.get(name) for name, label in ACCOUNTING_NAMES.items()}
-
-    return _by_update(plan, named)
 
 
 def epsilon_by_update(plan: Plan) -> Curve | None:

@@ -172,13 +172,9 @@ def _noisy(
     """Counts with the noise of the event, which all counts of all columns are one release of."""
     if not counts:
         return []
-    total = ClippedSum(
-        {"counts": torch.tensor(counts, dtype=torch.float64)}, math.sqrt(2 * columns)
-    )
-    noisy: list[float] = gaussian.add_noise(total, event.noise_multiplier, stream)[
-        "counts"
-    ].tolist()
-    return noisy
+    values = torch.tensor(counts, dtype=torch.float64)
+    total = ClippedSum({"counts": values}, math.sqrt(2 * columns))
+    return list(map(float, gaussian.add_noise(total, event.noise_multiplier, stream)["counts"]))
 
 
 def _bins(names: Sequence[str]) -> list[float]:

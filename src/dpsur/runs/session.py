@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,16 @@ from dpsur.config import Performance, RunConfig
 from dpsur.distributed import Ranks, connect
 from dpsur.distributed.ranks import local_device, unwrap
 from dpsur.errors import InterruptedRunError, InvalidInputError
-from dpsur.features import MEAN, PRIVATE, PixelScale
-from dpsur.features.table import TableLayout
+from dpsur.features import MEAN, PRIVATE
 from dpsur.functional.model_loss import is_transformers_model, model_loss
-from dpsur.functional.persons import Groups, PersonLoss, check_by_record, choose_records
+from dpsur.functional.persons import (
+    Groups,
+    PersonLoss,
+    check_by_record,
+    choose_records,
+    record_loss,
+    record_rows,
+)
 from dpsur.functional.problem import (
     LossFunction,
     Problem,
@@ -37,7 +43,7 @@ from dpsur.functional.tree import flatten, tensors_of
 from dpsur.mechanism.blocks import released_metrics
 from dpsur.mechanism.captured_batches import capture_obstacle
 from dpsur.mechanism.cuda_graph_loop import CudaGraphLoop, Loop
-from dpsur.mechanism.state import Procedure, Verdict
+from dpsur.mechanism.state import Procedure
 from dpsur.mechanism.streams import Streams, prepare_kernels
 from dpsur.mechanism.trial import EagerLoop, Progress, check_completed, start
 from dpsur.methods import Dpsgd, Dpsur, Method, Nonprivate
@@ -48,70 +54,55 @@ from dpsur.privacy.accountants.noise_tail import MOST_WEIGHTS
 from dpsur.privacy.data_ledger import DataLedger
 from dpsur.privacy.events import NonPrivate, Trial
 from dpsur.privacy.plan import Plan
-from dpsur.privacy.statement import BY_CONSTRUCTION, PERSON, RECORD, WAS_CHECKED
+from dpsur.privacy.statement import (
+    DECLARED_SIZE,
+    GROUP_SIZE,
+    PERSON,
+    RECORD,
+    RECORDS_PER_PERSON,
+    SAMPLED_BY,
+)
 from dpsur.runs.checkpoint import (
     FIXED_PARTS,
+    STREAM,
     Fingerprint,
     Statistics,
     digest_of,
     load_checkpoint,
+    load_statistics,
     loss_identity,
     model_identity,
     read_checkpoint,
-    restore,
     save_checkpoint,
 )
 from dpsur.runs.data import (
     as_examples,
     check_alike,
-    check_labels,
-    check_values,
-    checked_parts,
-    identifying,
-    with_indices,
-)
-from dpsur.runs.evaluation import evaluate
-from dpsur.runs.files import RunFolder, sha256, to_json
-from dpsur.runs.input_features import InputFeatures, compute_inputs, like_features
-from dpsur.runs.validation import (
     check_is_loss,
+    check_labels,
     check_loss,
     check_module,
     check_targets,
     check_tokens,
+    check_values,
+    checked_parts,
+    identifying,
+    is_classification,
+    is_one_of,
     loss_on,
+    with_indices,
 )
+from dpsur.runs.evaluation import LABEL_LOSSES, NUMBER_LOSSES, evaluate
+from dpsur.runs.files import RunFolder, sha256, to_json
+from dpsur.runs.input_features import InputFeatures, compute_inputs, like_features
+from dpsur.runs.observers import Observer
+from dpsur.runs.release import CLASSES, LABELS, NUMBERS, Origin
 from dpsur.status import status
+from dpsur.tasks import TASKS, Task
 
 EVALUATIONS_PER_RUN = 20
 # Captured trials between two looks at them. The last block continues beyond the end of the plan.
 LONGEST_BLOCK = 100
-
-
-class Observer(Protocol):
-    """Someone who watches a run. What is seen here is private unless said otherwise.
-
-    Later trials may overwrite the tensors of a `progress`: copy what is to be kept.
-    """
-
-    def started(self, plan: Plan, progress: Progress) -> None:
-        """The run begins, or resumes from a checkpoint."""
-        ...
-
-    def trials(self, progress: Progress, verdicts: Sequence[Verdict]) -> None:
-        """Trials were made; `progress` is where the last of them led.
-
-        No verdicts: a figure was released that later trials are steered by.
-        """
-        ...
-
-    def evaluated(self, progress: Progress, scores: dict[str, float], epsilon: float) -> None:
-        """The weights that would be released now were evaluated on the public test set.
-
-        An observer may also have `measured(progress, rows)`: a test has released noisy values of
-        the training records, which epsilon covers.
-        """
-        ...
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,8 +112,8 @@ class Session:
     `config` is what was asked for; `method` has what it left open filled in. `original` is the
     model as it was before any record reached it. It is never called. `holdout` are private records
     that noisy figures are released of, `records` those of the problem before their features were
-    computed, where a release commits to them. With `records_per_person` the rows of the problem are
-    persons. `booking` is the id of the run in the ledger of its data.
+    computed, where a release commits to them. `origin` is what a release says of the model, and
+    `booking` the id of the run in the ledger of its data.
     """
 
     config: RunConfig
@@ -133,12 +124,11 @@ class Session:
     test: Examples | None
     streams: Streams
     procedure: Procedure
+    origin: Origin
     layers: nn.Sequential = field(default_factory=nn.Sequential)
-    layer_descriptions: tuple[Mapping[str, Any], ...] = ()
     statistics: Statistics = field(default_factory=dict)
     holdout: Examples | None = None
     records: Examples | None = None
-    records_per_person: int | None = None
     booking: str | None = None
 
     def __repr__(self) -> str:
@@ -149,19 +139,12 @@ class Session:
         return self.streams.ranks
 
     def engine(self) -> EngineReport:
-        """How gradients are found, and why."""
         if isinstance(self.method, Nonprivate):
             reason = f"method {self.method.name} needs no gradient per example"
             report = EngineReport("batch", reason)
         else:
             report = engine_report(self.problem)
         return replace(report, not_captured=self._captured_trials[1])
-
-    @property
-    def independence(self) -> str:
-        """Whether records are kept apart by construction, or looked after one at a time."""
-        alone = self.engine().is_slow
-        return WAS_CHECKED if alone else BY_CONSTRUCTION
 
     def run(
         self,
@@ -170,7 +153,6 @@ class Session:
         resume: bool = False,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> Progress:
-        """Make the planned trials, saving checkpoints where there is a folder."""
         with self.arithmetic():
             active = ActiveRun(self, observers, folder, resume, stop_requested)
             try:
@@ -307,7 +289,8 @@ class ActiveRun:
             path = folder.checkpoint
             content = ranks.from_main(lambda: read_checkpoint(path))  # one file for all ranks
             saved = load_checkpoint(path, self._fingerprint, content)
-            progress = restore(saved, progress, session.streams)
+            progress = saved.progress(progress)
+            session.streams.restore(saved.under(STREAM))
             if session.config.intervals.replayable and not folder.update(0).exists():
                 raise InvalidInputError(
                     f"the run in {folder.root} did not begin as a replayable one; resume it "
@@ -344,17 +327,17 @@ class ActiveRun:
             for observer in self._observers:
                 if last and hasattr(observer, "measured"):
                     observer.measured(progress, last)
-        position = self._session.plan.elapsed(progress.ledger)
+        session = self._session
+        position = session.plan.elapsed(progress.ledger)
         if self._evaluation_is_due(self._evaluated_at, position):
             self._evaluated_at = position
-            session = self._session
             if session.test is not None and self._observers:
                 scores = evaluate(session.problem, progress.state.released_params, session.test)
                 spent = session.plan.spent(progress.ledger)
                 for observer in self._observers:
                     observer.evaluated(progress, scores, spent)
-        stop = self._session.ranks.any(self._stop_requested())
-        every = self._session.config.intervals.checkpoint_every
+        stop = session.ranks.any(self._stop_requested())
+        every = session.config.intervals.checkpoint_every
         if stop or progress.ledger.trials // every > self._saved_at // every:
             self._saved_at = progress.ledger.trials
             self._save(progress)
@@ -429,24 +412,23 @@ def build_session(
     *,
     loss: LossFunction,
     test_set: Any = None,
-    released: Statistics | None = None,
-    pixel_scale: PixelScale | None = None,
-    table: TableLayout | None = None,
+    task: Task | None = None,
+    network: Mapping[str, Any] | None = None,
     holdout: Examples | None = None,
     augment: Augment | None = None,
     views: int = 1,
     groups: Groups | None = None,
-    booking: str | None = None,
-    positions: Mapping[str, Tensor] | None = None,
+    resumed: RunFolder | None = None,
+    replayed: RunFolder | None = None,
 ) -> Session:
     """Check everything and fix the privacy of the run, then compute features. Nothing is trained.
 
-    `released` are the statistics of a run that is resumed (see `load_statistics`), so that they are
-    drawn once for one run. `pixel_scale` is what images were standardised with, `table` where the
-    numbers of a table are. `holdout` are private records that are not trained on. `groups` say to
-    whom each record belongs: then persons are sampled, clipped and counted in place of records.
-    `booking` is the id of a run that is resumed in the ledger of its data. With the `positions` of
-    the streams of another run all random numbers are its own (see `load_positions`).
+    The `task` says what images were standardised with, and where the numbers of a table are;
+    `network` describes the model, if it can be built by name.
+    `holdout` are private records that are not trained on. `groups` say to whom each record belongs:
+    then persons are sampled, clipped and counted in place of records. A run that is `resumed` draws
+    the statistics of its features no second time, and stays in its place in the ledger of its data.
+    One that is `replayed` has all random numbers of the run in that folder.
     Under `torchrun` every process builds the same session, from the weights of rank 0.
     """
     check_is_loss(loss)
@@ -460,20 +442,21 @@ def build_session(
     for name in ("device", "data_dir"):  # differ between machines; the records are compared later
         stored.pop(name, None)
     ranks.check_same({"settings": to_json(stored).decode()})
-    train, test = _records(train_set, test_set, model, loss, config.performance)
+    released = None if resumed is None else load_statistics(resumed.checkpoint, ranks)
+    sets = _records(train_set, test_set, model, loss, config.performance)
+    train, test = sets["train_set"], sets.get("test_set")
     # while records are checked and noise is calibrated
     prepare_kernels(device, secret=config.seed is None)
     # a method may bring its features
     asked = config.features or config.method.features
-    features = InputFeatures.within(
-        asked, config.normalisation, config.budget, scale=pixel_scale, table=table
-    )
+    scale, table = (None, None) if task is None else (task.pixel_scale, task.table)
+    features = InputFeatures(asked, config.normalisation, config.budget, scale, table)
     if holdout is not None and features.charges != features.setup:
         raise InvalidInputError(
             "holdout is for records that nothing was learned from, and the schema was learned from "
             "all of them; leave holdout out, or declare a schema"
         )
-    features.check_held(train, test)
+    features.check_held(sets)
     if groups is not None:
         _refuse(
             {
@@ -512,14 +495,15 @@ def build_session(
             "without features=, or without augment="
         )
     check_augmentation(augment, views)
-    for name, examples in (("train_set", train), ("test_set", test)):
-        if examples is not None:
-            check_labels(_first(examples), outputs, loss, name)
+    for name, examples in sets.items():
+        # of those that are not held one is looked at before all are
+        first = examples.part(slice(1)) if isinstance(examples, StreamedExamples) else examples
+        check_labels(first, outputs, loss, name)
     applied = loss_on(loss, device)
     check_loss(applied, outputs, train.targets)
-    for name, examples in (("train_set", train), ("test_set", test)):
+    for name, examples in sets.items():
         # a record that would end the run halfway would reveal itself
-        for part in () if examples is None else checked_parts(examples):
+        for part in checked_parts(examples):
             check_values(part, name)
             check_labels(part, outputs, loss, name)
             features.check_pixels(part.inputs, name)
@@ -548,12 +532,13 @@ def build_session(
     if config.max_updates is not None:  # ends it early; a filter promises its allowance even so
         plan = plan.limited(config.max_updates)
     plan = plan.hide_rejections(config.hide_rejections)
+    booking = None if resumed is None else resumed.booking
     if config.ledger is not None:
         unit = RECORD if groups is None else PERSON
         booking = ranks.from_main(lambda: _book(config, plan, unit, train, booking)).decode()
     streams = Streams(config.seed, device, ranks)
-    if positions is not None:
-        streams.restore(positions)
+    if replayed is not None:
+        streams.restore(load_checkpoint(replayed.checkpoint, None).under(STREAM))
     inputs = compute_inputs(features, train, test, streams, released, persons)
     test = None if inputs.test is None else inputs.test.to(device)
     units = inputs.train
@@ -581,14 +566,51 @@ def build_session(
         test=test,
         streams=streams,
         procedure=procedure,
+        origin=_origin(config, task, network, inputs.descriptions, problem, groups),
         layers=inputs.layers,
-        layer_descriptions=inputs.descriptions,
         statistics=inputs.statistics,
         holdout=holdout,
-        records_per_person=None if groups is None else groups.records_each,
         booking=booking,
         records=train if config.intervals.replayable else None,
     )
+
+
+def _origin(
+    config: RunConfig,
+    task: Task | None,
+    network: Mapping[str, Any] | None,
+    layers: Sequence[Mapping[str, Any]],
+    problem: Problem,
+    groups: Groups | None,
+) -> Origin:
+    """Where the model comes from, what it predicts, and what was declared of the records."""
+    public: dict[str, Any] = {} if task is None else dict(task.public)
+    if task is not None and config.keep_fraction not in (None, 1):
+        public["keep_fraction"] = config.keep_fraction
+    if groups is not None:
+        public[RECORDS_PER_PERSON] = groups.records_each
+        if config.sampling == RECORD:
+            public[SAMPLED_BY] = RECORD
+    if config.records is not None:
+        public[DECLARED_SIZE] = True
+    if config.group_size is not None:
+        public[GROUP_SIZE] = config.group_size
+    targets = record_rows(problem.train.part(slice(1)).targets)
+    loss = record_loss(problem.loss)
+    predicts: str | None = None
+    if isinstance(targets, Tensor):
+        if is_one_of(loss, LABEL_LOSSES):
+            predicts = LABELS
+        elif is_one_of(loss, NUMBER_LOSSES):
+            predicts = NUMBERS
+        elif is_classification(loss) or not (targets.dim() > 1 or targets.is_floating_point()):
+            predicts = CLASSES
+    features = [dict(layer) for layer in layers]
+    if network is not None and features:
+        network = {"name": "with-features", "features": features, "network": network}
+    # The task of a user's file is not named: the path of private records is not released.
+    name = task.name if task is not None and task.name in TASKS else None
+    return Origin(name, network, public, features if network is None else (), predicts)
 
 
 def drawing_records(config: RunConfig, records_each: int | None) -> Method:
@@ -616,29 +638,23 @@ def _book(config: RunConfig, plan: Plan, unit: str, train: Examples, booked: str
 
 
 def _refuse(asked: Mapping[str, bool], why: str) -> None:
-    """Refuse by name what was asked for and cannot be combined."""
     for name, given in asked.items():
         if given:
             raise InvalidInputError(f"{name} {why}")
 
 
-def _first(examples: Examples) -> Examples:
-    """A record that is looked at before all are: the first of those that are not held."""
-    return examples.part(slice(1)) if isinstance(examples, StreamedExamples) else examples
-
-
 def _records(
     train_set: Any, test_set: Any, model: nn.Module, loss: LossFunction, performance: Performance
-) -> tuple[Examples, Examples | None]:
+) -> dict[str, Examples]:
     """Both sets as tensors of the types that model and loss take, alike in shape."""
     fraction = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
-    reading: dict[str, int | None] = {
-        "workers": performance.workers,
-        "held_bytes": performance.data_bytes,
+
+    limits = {"workers": performance.workers, "held_bytes": performance.data_bytes}
+    found = {
+        name: with_indices(as_examples(given, name, fraction, **limits), loss)
+        for name, given in (("train_set", train_set), ("test_set", test_set))
+        if given is not None or name == "train_set"
     }
-    train = with_indices(as_examples(train_set, "train_set", fraction, **reading), loss)
-    if test_set is None:
-        return train, None
-    test = with_indices(as_examples(test_set, "test_set", fraction, **reading), loss)
-    check_alike(test, train)
-    return train, test
+    if "test_set" in found:
+        check_alike(found["test_set"], found["train_set"])
+    return found

@@ -33,7 +33,7 @@ from dpsur.runs.data import as_examples, generators_restored, keyed_draws
 from dpsur.runs.evaluation import check_target, split_off
 from dpsur.runs.files import RunFolder, to_json, write_atomically
 from dpsur.runs.input_features import InputFeatures
-from dpsur.runs.release import Origin
+from dpsur.runs.release import INPUTS
 from dpsur.runs.session import Session, build_session, choose_device
 from dpsur.tasks import OWN, TASKS, Declared, Task, task_named
 from dpsur.tasks.base import image_shape
@@ -100,36 +100,37 @@ def features_of(config: RunConfig) -> str:
 def build_task_session(
     config: RunConfig,
     records: TaskRecords | None = None,
-    **earlier: Any,
-) -> tuple[Session, Origin]:
-    """A session for a run on a task, and where its model comes from.
+    *,
+    resumed: RunFolder | None = None,
+    replayed: RunFolder | None = None,
+) -> Session:
+    """A session for a run on a task.
 
-    `records` are loaded unless they are given. `earlier` are arguments of `build_session` that come
-    from a run which is resumed or replayed: `released`, `booking`, `positions`.
+    `records` are loaded unless they are given.
     """
     task, config = task_of(config), replace(config, features=features_of(config))
-    description, build = _network_of(task, config)
+    description = _network_of(task, config)
     records = load_records(config) if records is None else records
     asked = InputFeatures(config.features, config.normalisation, table=task.table)
     if records.featured:
         config = replace(config, features=AS_THEY_ARE, normalisation=asked.kind)
         asked = InputFeatures(config.features, config.normalisation, table=task.table)
     shape = asked.check(records.train.record_shape)
-    model = build()
+    model = _initialised(config, description)
     with _features_named(config, shape != records.train.record_shape):
-        session = build_session(
+        return build_session(
             config,
             model,
             records.train,
             loss=task.loss,
             test_set=records.test,
-            pixel_scale=task.pixel_scale,
-            table=task.table,
+            task=task,
+            network=description,
             holdout=records.holdout,
             groups=records.groups,
-            **earlier,
+            resumed=resumed,
+            replayed=replayed,
         )
-    return session, origin_of(task, description, session, config.keep_fraction)
 
 
 def sample_problem(config: RunConfig) -> Problem:
@@ -138,19 +139,17 @@ def sample_problem(config: RunConfig) -> Problem:
     Of the records only shape and type are used.
     """
     task, config = task_of(config), replace(config, features=features_of(config))
-    _, build = _network_of(task, config)
-    records = load_records(config)
+    description = _network_of(task, config)
+    train = load_records(config).train
     asked = InputFeatures(config.features, config.normalisation, table=task.table)
-    shape = asked.check(records.train.record_shape)
-    model = config.method.adapt(build())
-    few = records.train.part(slice(SAMPLE))
-    inputs = torch.zeros_like(few.inputs)
-    if shape != records.train.record_shape:
-        inputs = torch.zeros(len(few), *shape)
-    zeros = Examples(inputs, torch.zeros_like(few.targets))
+    shape = asked.check(train.record_shape)
+    model = config.method.adapt(_initialised(config, description))
+    few = train.part(slice(SAMPLE))
+    inputs = few.inputs if shape == train.record_shape else torch.empty(len(few), *shape)
+    zeros = Examples(torch.zeros_like(inputs), torch.zeros_like(few.targets))
     device = choose_device(config.device)
     problem = Problem(model.to(device), task.loss, zeros.to(device), bf16=config.performance.bf16)
-    with _features_named(config, shape != records.train.record_shape):
+    with _features_named(config, shape != train.record_shape):
         check_model(problem.model, zeros.part(slice(1)).to(device))
     return problem
 
@@ -169,45 +168,29 @@ def _features_named(config: RunConfig, computed: bool) -> Iterator[None]:
         ) from error
 
 
-def _network_of(
-    task: Task, config: RunConfig
-) -> tuple[dict[str, Any] | None, Callable[[], nn.Module]]:
-    """The description of the task's network, if it is that, and what builds the network.
-
-    The function draws the initial weights.
-    """
-    description: dict[str, Any] | None = None
-    if config.model is None:
-        description = _network(task, config)
-    elif config.model in task.models:
-        description = dict(task.models[config.model])
-    name = config.model
-    found = None if description is not None or name is None else imported(name)
-
-    def initialised() -> nn.Module:
-        device = choose_device(config.device)
-        drawn = Streams(config.seed, device).at(SETUP).global_randomness(INIT)
-        if config.seed is None and config.network_seed is not None:
-            drawn = seeded_globally(config.network_seed, device)
-        with drawn:
-            if found is None:
-                assert description is not None
-                return build_network(description)
-            try:
-                model = found()
-            except Exception as error:  # a custom function may raise anything
-                raise InvalidInputError(
-                    f"model {name} cannot be built ({type(error).__name__}: {error}); it must be a "
-                    "function without arguments that returns a torch.nn.Module"
-                ) from error
-            if not isinstance(model, nn.Module):
-                raise InvalidInputError(
-                    f"model {name} must return a torch.nn.Module, it returned "
-                    f"{type(model).__name__}"
-                )
-            return model
-
-    return description, initialised
+def _initialised(config: RunConfig, description: Mapping[str, Any] | None) -> nn.Module:
+    """The network with its initial weights, which are drawn here."""
+    device, name = choose_device(config.device), config.model
+    drawn = Streams(config.seed, device).at(SETUP).global_randomness(INIT)
+    if config.seed is None and config.network_seed is not None:
+        drawn = seeded_globally(config.network_seed, device)
+    with drawn:
+        if description is not None:
+            return build_network(description)
+        assert name is not None
+        function = imported(name)
+        try:
+            model = function()
+        except Exception as error:  # a custom function may raise anything
+            raise InvalidInputError(
+                f"model {name} cannot be built ({type(error).__name__}: {error}); it must be a "
+                "function without arguments that returns a torch.nn.Module"
+            ) from error
+        if not isinstance(model, nn.Module):
+            raise InvalidInputError(
+                f"model {name} must return a torch.nn.Module, it returned {type(model).__name__}"
+            )
+        return model
 
 
 def subset(train: Examples, fraction: float | None) -> Examples:
@@ -231,7 +214,13 @@ def subset(train: Examples, fraction: float | None) -> Examples:
     return train.select(torch.tensor(kept).nonzero().flatten())
 
 
-def _network(task: Task, config: RunConfig) -> dict[str, Any]:
+def _network_of(task: Task, config: RunConfig) -> dict[str, Any] | None:
+    """The description of a network of the task; None where a function of the user builds it."""
+    if config.model is not None and config.model in task.models:
+        return dict(task.models[config.model])
+    if config.model is not None:
+        imported(config.model)  # refused before records are read
+        return None
     features = features_of(config)
     if features not in task.networks:
         known = ", ".join(task.networks)
@@ -252,21 +241,6 @@ def _network(task: Task, config: RunConfig) -> dict[str, Any]:
     return {**network, **config.network, **activation, **changes}
 
 
-def origin_of(
-    task: Task,
-    network: Mapping[str, Any] | None,
-    session: Session,
-    keep_fraction: float | None = None,
-) -> Origin:
-    """Where the model of a session on a task comes from."""
-    # The task of a user's file is not named: the path of private records is not released.
-    name = task.name if task.name in TASKS else None
-    public = dict(task.public)
-    if keep_fraction not in (None, 1):  # all records are kept
-        public["keep_fraction"] = keep_fraction
-    return Origin(name, network, public).behind(session.layer_descriptions)
-
-
 def note_privately(task: Task, folder: RunFolder) -> list[Path]:
     """Write what was counted of the training records into the private folder of a run."""
     noted = []
@@ -277,7 +251,6 @@ def note_privately(task: Task, folder: RunFolder) -> list[Path]:
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names."""
     module, _, function = name.partition(":")
     if not (module and function):
         raise InvalidInputError(f"model {name!r} must have the form module:function")
@@ -292,61 +265,34 @@ def imported(name: str) -> Callable[..., Any]:
     return found
 
 
-# Columns of a Hugging Face data set that are read without a schema.
-INPUTS, LABELS = ("image", "img", "text"), ("label", "labels")
+# Columns of labels of a data set that is read without a schema.
+LABELS = ("label", "labels")
 
 
-@dataclass(frozen=True)
-class Given:
-    """The arguments of `fit` that say what its records are."""
-
-    schema: Any = None
-    classes: Any = None
-    image_size: Any = None
-    groups: Any = None
-
-    @property
-    def count(self) -> int | None:
-        """The number of classes, if it was declared."""
-        return self.classes if isinstance(self.classes, int) else None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the classes, if they were declared."""
-        if self.classes is None or isinstance(self.classes, int):
-            return ()
-        if isinstance(self.classes, str) or not isinstance(self.classes, (Sequence, np.ndarray)):
-            raise InvalidInputError(
-                f"classes must be their number or a list of their names, got {self.classes!r}"
-            )
-        return tuple(str(name) for name in self.classes)
-
-    def how_many(self) -> int:
-        """The number of classes, which must be declared."""
-        if self.names or self.count is not None:
-            return len(self.names) or int(self.count or 0)
-        raise InvalidInputError(
-            "the number of classes must be declared, since labels are private: pass classes=K or "
-            "classes=[...] with their names"
-        )
-
-    @property
-    def size(self) -> str | None:
-        """The size of images as the command line writes it."""
-        if isinstance(self.image_size, int):
-            return f"{self.image_size}x{self.image_size}"
-        if isinstance(self.image_size, (tuple, list)):
-            return "x".join(map(str, self.image_size))
-        found: str | None = self.image_size
-        return found
-
-
-def own_task(model: Any, train_set: Any, test_set: Any, given: Given) -> Task | None:
+def own_task(
+    model: Any,
+    train_set: Any,
+    test_set: Any = None,
+    *,
+    schema: Any = None,
+    classes: Any = None,
+    image_size: Any = None,
+    groups: Any = None,
+) -> Task | None:
     """The task of a user's records; None for tensors and data sets with a model of their own."""
+    if isinstance(image_size, (int, tuple, list)):  # as the command line writes it
+        sides = (image_size, image_size) if isinstance(image_size, int) else image_size
+        image_size = "x".join(map(str, sides))
     if isinstance(train_set, (str, os.PathLike)):
-        return _named(str(train_set), test_set, given)
-    if given.schema is not None:
-        schema = given.schema
+        declared = {
+            "schema": schema,
+            "classes": classes if isinstance(classes, int) else None,
+            "labels": _names_of(classes) or None,
+            "image_size": image_size,
+            "group_by": groups,
+        }
+        return _named(str(train_set), test_set, declared)
+    if schema is not None:
         if isinstance(schema, (str, os.PathLike)):
             schema = Schema.load(schema)
         if not isinstance(schema, Schema):
@@ -354,10 +300,10 @@ def own_task(model: Any, train_set: Any, test_set: Any, given: Given) -> Task | 
                 f"schema must be a dpsur.Schema, got {type(schema).__name__}; read one with "
                 "dpsur.Schema.load(FILE)"
             )
-        return memory_task(schema, train_set, test_set, given.groups)
+        return memory_task(schema, train_set, test_set, groups)
     raw = _raw(train_set)
     if raw is not None:
-        return _featured(raw, None if test_set is None else _raw(test_set), given)
+        return _featured(raw, None if test_set is None else _raw(test_set), classes, image_size)
     if model != AUTO:
         return None
     if hasattr(train_set, "column_names"):
@@ -368,7 +314,27 @@ def own_task(model: Any, train_set: Any, test_set: Any, given: Given) -> Task | 
         )
     train = as_examples(train_set, "train_set")
     test = None if test_set is None else as_examples(test_set, "test_set")
-    return array_task(train, test, given.how_many(), names=given.names)
+    return array_task(train, test, _how_many(classes), names=_names_of(classes))
+
+
+def _names_of(classes: Any) -> tuple[str, ...]:
+    if classes is None or isinstance(classes, int):
+        return ()
+    if isinstance(classes, str) or not isinstance(classes, (Sequence, np.ndarray)):
+        raise InvalidInputError(
+            f"classes must be their number or a list of their names, got {classes!r}"
+        )
+    return tuple(str(name) for name in classes)
+
+
+def _how_many(classes: Any) -> int:
+    names = _names_of(classes)
+    if not names and not isinstance(classes, int):
+        raise InvalidInputError(
+            "the number of classes must be declared, since labels are private: pass classes=K or "
+            "classes=[...] with their names"
+        )
+    return len(names) or int(classes)
 
 
 def task_network(task: Task, model: str, features: str | None) -> dict[str, Any]:
@@ -402,8 +368,7 @@ def better_for_images(train_set: Any, features: str | None, network: Any) -> tup
     )
 
 
-def _named(name: str, test_set: Any, given: Given) -> Task:
-    """A task by name: a user's file, or a public data set."""
+def _named(name: str, test_set: Any, declared: Mapping[str, Any]) -> Task:
     if test_set is not None and not isinstance(test_set, (str, os.PathLike)):
         raise InvalidInputError(
             f"test_set of {name} must be a file or folder of the same form, got "
@@ -411,18 +376,11 @@ def _named(name: str, test_set: Any, given: Given) -> Task:
         )
     if not name.startswith(OWN) and name not in TASKS:
         task_named(name)  # says what to write instead
-    if given.groups is not None and not isinstance(given.groups, str):
+    groups, values = declared["group_by"], {**declared, "test": test_set}
+    if groups is not None and not isinstance(groups, str):
         raise InvalidInputError(
-            f"groups of {name} must be the name of a column, got {type(given.groups).__name__}"
+            f"groups of {name} must be the name of a column, got {type(groups).__name__}"
         )
-    values = {
-        "schema": given.schema,
-        "classes": given.count,
-        "labels": given.names or None,
-        "image_size": given.size,
-        "test": test_set,
-        "group_by": given.groups,
-    }
     return task_named(
         name, declared=Declared(**{key: v for key, v in values.items() if v is not None})
     )
@@ -465,7 +423,6 @@ def _raw(data: Any) -> _Raw | None:
 
 
 def _is_raw(values: Any) -> bool:
-    """Whether these are texts, or images of Pillow."""
     if isinstance(values, np.ndarray) and values.dtype.kind == "U":
         return values.ndim == 1 and len(values) > 0
     if (
@@ -482,10 +439,10 @@ def _listed(labels: Any) -> list[Any]:
     return labels.tolist() if hasattr(labels, "tolist") else list(labels)
 
 
-def _featured(train: _Raw, test: _Raw | None, given: Given) -> Task:
-    names = given.names or tuple(train.names or ())
-    count = len(names) or given.how_many()
-    texts, shape = train.texts, image_shape(given.size)
+def _featured(train: _Raw, test: _Raw | None, classes: Any, image_size: Any) -> Task:
+    names = _names_of(classes) or tuple(train.names or ())
+    count = len(names) or _how_many(classes)
+    texts, shape = train.texts, image_shape(image_size)
 
     def examples(raw: _Raw) -> Examples:
         found = words(raw.inputs) if texts else read_images(raw.inputs, shape)

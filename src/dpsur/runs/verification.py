@@ -199,9 +199,7 @@ def verification(path: str | os.PathLike[str]) -> Verification:
     return Verification(faults, figures, opinions)
 
 
-def statement_faults(
-    written: Mapping[str, Any],
-) -> tuple[list[str], dict[str, float | None]]:
+def statement_faults(written: Mapping[str, Any]) -> tuple[list[str], dict[str, float | None]]:
     """What is wrong with a statement on its own, and its recomputed figures: none if unreadable."""
     try:
         statement = current(written)
