@@ -265,13 +265,13 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Path, fingerprint: Fingerprint | None, content: bytes | None = None
+    path: Path, fingerprint: Fingerprint | None, ranks: Ranks = ALONE
 ) -> Checkpoint:
     """Read a checkpoint; refuse one that is damaged or belongs to another run than the fingerprint.
 
-    `content` is that of the file, where it has been read already.
+    Of several ranks the first reads the file for all of them.
     """
-    tensors, facts = _parse(path, read_checkpoint(path) if content is None else content)
+    tensors, facts = _parse(path, ranks.from_main(lambda: read_checkpoint(path)))
     remedy = (
         "resume with the same, or start a new run in another folder. One run must never be resumed "
         "from two copies of its folder: they would share their noise"
@@ -282,11 +282,10 @@ def load_checkpoint(
 def load_statistics(path: Path, ranks: Ranks = ALONE) -> Statistics:
     """The statistics that a run has released already, so that it never draws them a second time.
 
-    Whether they belong to the run at hand is checked by `load_checkpoint`: inputs that were
-    prepared with others have another fingerprint. Of several ranks the first reads the file.
+    Whether they belong to the run at hand is checked when its checkpoint is loaded: inputs that
+    were prepared with others have another fingerprint.
     """
-    content = ranks.from_main(lambda: read_checkpoint(path))
-    return load_checkpoint(path, None, content).under(_STATISTICS)
+    return load_checkpoint(path, None, ranks).under(_STATISTICS)
 
 
 def read_checkpoint(path: Path) -> bytes:

@@ -510,8 +510,8 @@ def _in_turns(session: Session) -> Generator[None, None, Outcome]:
     with session.arithmetic(), stream():
         active = ActiveRun(session, [recorder])
     try:
-        while not active.finished:
-            for take_turn in (active.launch, active.collect):
+        while not active.loop.finished:
+            for take_turn in (active.loop.launch, active.collect):
                 yield
                 with session.arithmetic(), stream():
                     take_turn()
@@ -523,4 +523,4 @@ def _in_turns(session: Session) -> Generator[None, None, Outcome]:
     finally:
         if own is not None:
             torch.cuda.current_stream(device).wait_stream(own)
-        active.close()
+        active.loop.close()

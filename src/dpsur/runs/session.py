@@ -72,7 +72,6 @@ from dpsur.runs.checkpoint import (
     load_statistics,
     loss_identity,
     model_identity,
-    read_checkpoint,
     save_checkpoint,
 )
 from dpsur.runs.data import (
@@ -156,12 +155,12 @@ class Session:
         with self.arithmetic():
             active = ActiveRun(self, observers, folder, resume, stop_requested)
             try:
-                while not active.finished:
-                    active.launch()
+                while not active.loop.finished:
+                    active.loop.launch()
                     active.collect()
                 return active.finish()
             finally:
-                active.close()
+                active.loop.close()
 
     @property
     def tf32(self) -> bool:
@@ -286,9 +285,7 @@ class ActiveRun:
         log_engine(session.engine())  # before there is a state: trying engines takes memory too
         progress = start(session.procedure)
         if folder is not None and resume:
-            path = folder.checkpoint
-            content = ranks.from_main(lambda: read_checkpoint(path))  # one file for all ranks
-            saved = load_checkpoint(path, self._fingerprint, content)
+            saved = load_checkpoint(folder.checkpoint, self._fingerprint, ranks)
             progress = saved.progress(progress)
             session.streams.restore(saved.under(STREAM))
             if session.config.intervals.replayable and not folder.update(0).exists():
@@ -303,19 +300,12 @@ class ActiveRun:
         self._keep(progress)
         for observer in observers:
             observer.started(session.plan, progress)
-        self._loop = session.loop(progress)
-
-    @property
-    def finished(self) -> bool:
-        return self._loop.finished
-
-    def launch(self) -> None:
-        self._loop.launch()
+        self.loop = session.loop(progress)
 
     def collect(self) -> None:
         """Wait for the block; report, evaluate and save what is due."""
-        found = self._loop.collect()
-        progress = self._loop.progress
+        found = self.loop.collect()
+        progress = self.loop.progress
         self._keep(progress)
         is_trial = isinstance(progress.ledger.entries[-1].step, Trial)
         verdicts = found if is_trial else []  # a released norm is no trial
@@ -344,13 +334,9 @@ class ActiveRun:
         if stop:
             raise InterruptedRunError("stopped; the checkpoint is saved")
 
-    def close(self) -> None:
-        """Stop what is done in the background, at the end of the run or after an error."""
-        self._loop.close()
-
     def finish(self) -> Progress:
         """Where the run ended, saved. Raises if it hit its cap on trials."""
-        progress = self._loop.progress
+        progress = self.loop.progress
         check_completed(self._session.plan, progress)
         self._save(progress)
         return progress
