@@ -48,8 +48,7 @@ def add_data_options(parser: argparse._ArgumentGroup | argparse.ArgumentParser) 
     """Add `--task` and what can be declared about your records, and whose they are."""
     parser.add_argument("--task", default=DEFAULT_TASK, help=f"default: {DEFAULT_TASK}")
     for found in declared(Declared).values():
-        kind = found.kind
-        parser.add_argument(found.flag, type=kind, metavar=found.metavar, help=found.help)
+        parser.add_argument(found.flag, type=found.kind, metavar=found.metavar, help=found.help)
 
 
 def _run_help(found: Option, defaults: RunConfig) -> str:
