@@ -9,10 +9,11 @@ import math
 
 from dpsur.errors import BudgetError
 from dpsur.privacy.accountants.rdp import PAPER_ORDERS, epsilon_from_rdp, sampled_gaussian_rdp
+from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import Event, Menu, NoisyChoice, SampledGaussian, Test, Trial
 from dpsur.privacy.plan import Phase, Plan
-from dpsur.privacy.planning import least_plan_noise
+from dpsur.privacy.planning import fitted_noise
 from dpsur.privacy.search import least_noise
 
 # On a menu each rate is a tenth above the one before, up to so many times the first.
@@ -49,7 +50,9 @@ def fitted_menu_plan(
     def scaled(scale: float) -> Plan:
         return menu_plan(budget, accounting, menu.scaled(scale), steering, updates, setup)
 
-    scale = least_plan_noise(scaled)
+    scale = fitted_noise(
+        lambda scale: scaled(scale).charges(), accounting_named(accounting), budget
+    )
     return None if scale is None else scaled(scale)
 
 

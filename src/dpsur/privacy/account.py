@@ -277,7 +277,6 @@ class Account:
         self._charged = replace(self.charged, entries=(*before, booked))
 
     def _as_step(self, step: Step) -> Step:
-        """A sampled Gaussian is a trial without a test, unless it is itself what is due."""
         return step if step in self.due else _as_step(step)
 
     def _check(self, step: Step) -> None:
@@ -372,7 +371,6 @@ class Account:
 
 
 def replays(plan: Plan, charged: Ledger) -> bool:
-    """Whether a history is that of a whole run under a plan."""
     try:
         account = Account(plan, plan.budget.delta).resumed(charged)
     except (BudgetError, InvalidInputError):
@@ -381,7 +379,6 @@ def replays(plan: Plan, charged: Ledger) -> bool:
 
 
 def _as_step(step: Step) -> Step:
-    """A sampled Gaussian is a trial without a test."""
     if not isinstance(step, Trial | SampledGaussian | Gaussian):
         raise InvalidInputError(
             f"a step is a SampledGaussian, a Gaussian or a Trial of them, got {step!r}"

@@ -73,7 +73,6 @@ class Accounting(ABC):
         return self.epsilon([(test, count)], delta)
 
     def planned(self, setup: tuple[Event, ...], trial: Trial, count: int, delta: float) -> float:
-        """Epsilon of a run of `count` charged trials after its setup."""
         return self.epsilon(planned_charges(setup, trial, count), delta)
 
 

@@ -199,7 +199,6 @@ class DataLedger:
         return new.id
 
     def holds(self, booking: str) -> bool:
-        """Whether a run that is resumed was booked."""
         with self._connected() as database:
             row = database.execute("SELECT 1 FROM bookings WHERE id = ?", (booking,)).fetchone()
         return row is not None
@@ -249,7 +248,6 @@ class DataLedger:
 
 
 def may_spend(plan: Plan, *, whole: bool = False) -> tuple[Charges, float, float]:
-    """The mechanisms that a run may make, or the (epsilon, delta) that it has as a whole."""
     if not math.isfinite(plan.epsilon()):
         return [(NonPrivate(), 1)], 0.0, 0.0
     if composes(plan) and not whole:
@@ -304,7 +302,6 @@ def _joined(bookings: Iterable[Booking]) -> Charges:
 
 
 def _check_fits(bookings: list[Booking], total: LedgerTotal, what: str) -> None:
-    """Refuse what together is above a total."""
     if total.rule == FIXED:
         found = spent(bookings, total.delta)
         fits = found <= total.epsilon

@@ -21,7 +21,6 @@ def precision(noise_multiplier: float) -> float:
 
 
 def any_joins(sample_rate: float, records: int) -> float:
-    """The chance that at least one of several records joins a Poisson sample."""
     if sample_rate == 1:
         return 1.0
     return min(1.0, -math.expm1(records * math.log1p(-sample_rate)))
@@ -234,11 +233,9 @@ class Menu:
         )
 
     def nearest(self, rate: float) -> SampledGaussian:
-        """The choice whose rate is nearest, by ratio."""
         return min(self.choices, key=lambda c: abs(math.log(c.sample_rate / rate)))
 
     def scaled(self, factor: float) -> "Menu":
-        """The same with all noise multiplied by a factor."""
         choices = (replace(c, noise_multiplier=factor * c.noise_multiplier) for c in self.choices)
         return replace(self, choices=tuple(choices))
 
@@ -346,7 +343,6 @@ class Ledger:
         return sum(entry.updates for entry in self.entries)
 
     def record(self, step: Step, *, updates: int, trials: int = 1) -> "Ledger":
-        """Add a block of equal steps, of which `updates` were accepted."""
         new = Entry(step, trials=trials, updates=updates)
         if self.entries and self.entries[-1].step == step:
             last = self.entries[-1]

@@ -24,7 +24,6 @@ FIGURES = ("proven_pld", "proven", "proven_lower", "every_trial", "published")
 
 
 def render_markdown(statement: Mapping[str, Any]) -> str:
-    """The page that goes beside the weights."""
     words = words_of(statement)
     return words(
         "page",

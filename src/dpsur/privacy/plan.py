@@ -60,11 +60,7 @@ WAYS_TO_HIDE = (NOT_HIDDEN, DELAY, CONSTANT)
 
 
 def trial_cap(test: Test, updates: int, budget: Budget) -> int:
-    """Trials after which a run gives up, so late that giving up costs less than CAP_SHARE * delta.
-
-    Stopping early fails with probability at most eta = P[Bin(m, a_min) < T] for any data, and
-    turns (epsilon, delta) into (epsilon, delta + (1 + e^epsilon) eta).
-    """
+    """Trials after which a run gives up, so late that `late_enough` says yes."""
     if test.accept_min == 0:
         raise BudgetError(
             f"{test} never accepts the worst candidate, so no number of trials is enough; raise "
@@ -77,7 +73,11 @@ def trial_cap(test: Test, updates: int, budget: Budget) -> int:
 
 
 def late_enough(test: Test, updates: int, budget: Budget, trials: int) -> bool:
-    """Whether giving up after this many trials costs no more than is set aside for it."""
+    """Whether giving up after this many trials costs no more than CAP_SHARE of delta.
+
+    Stopping early fails with probability at most eta = P[Bin(m, a_min) < T] for any data, and
+    turns (epsilon, delta) into (epsilon, delta + (1 + e^epsilon) eta).
+    """
     allowed = CAP_SHARE * budget.delta / (1 + math.exp(min(budget.epsilon, 700.0)))
     return early_end(test, updates, trials) <= allowed
 
@@ -152,9 +152,7 @@ class Phase:
 
     @property
     def trials(self) -> int:
-        most = self.count if self.cap is None else self.cap
-        assert most is not None
-        return most
+        return (self.count or 0) if self.cap is None else self.cap
 
     @property
     def choices(self) -> tuple[Trial, ...]:
@@ -163,7 +161,6 @@ class Phase:
         return (self.step,)
 
     def charges(self, count: int) -> Charges:
-        """What this many of its steps are charged, as if in one phase; what has begun is whole."""
         if not isinstance(self.step, Menu):
             return [(self.step, count)]
         assert self.steering is not None
@@ -271,7 +268,6 @@ class Plan:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The numbers of updates before each test."""
         return tuple(phase.count or 0 for phase in self.phases)
 
     @property
@@ -289,8 +285,7 @@ class Plan:
     @property
     def updates(self) -> int | None:
         """How many updates are kept; None where trials are counted."""
-        counts = [phase.count for phase in self.phases if phase.counts == ACCEPTED]
-        known = [count for count in counts if count is not None]
+        known = [p.count for p in self.phases if p.counts == ACCEPTED and p.count is not None]
         return sum(known) if len(known) == len(self.phases) else None
 
     @property
@@ -307,7 +302,6 @@ class Plan:
 
     @property
     def unit(self) -> str:
-        """What `length` and `position` count."""
         if self.updates is not None:
             return "updates"
         return "trials" if self.filter is None else "thousandths of the allowance"
@@ -324,7 +318,6 @@ class Plan:
 
     @property
     def fixed_counts(self) -> Mapping[str, int]:
-        """Counts that the plan fixes, by the name of the setting that they belong to."""
         if self.filter is not None:
             return {}
         if self.searches:  # which comes on top
@@ -343,9 +336,8 @@ class Plan:
         number = self._tests_made(ledger)
         if number >= len(self.phases):
             return None
-        before = self.phases[:number]
-        trials = ledger.trials - sum(phase.trials for phase in before)
-        return self.phases[number], trials, ledger.updates - sum(p.count or 0 for p in before)
+        trials = ledger.trials - sum(phase.trials for phase in self.phases[:number])
+        return self.phases[number], trials, ledger.updates - sum(self.blocks[:number])
 
     def due(self, ledger: Ledger) -> tuple[Step, ...]:
         """What may come next, nothing at the end; behind a filter anything may that fits it."""
@@ -353,8 +345,8 @@ class Plan:
         if place is None:
             return ()
         phase, trials, updates = place
-        most = phase.count if phase.counts == ACCEPTED else None
-        if trials >= phase.trials or (most is not None and updates >= most):
+        kept = phase.counts == ACCEPTED and phase.count is not None and updates >= phase.count
+        if kept or trials >= phase.trials:
             return () if phase.test is None else (phase.test,)
         if not isinstance(phase.step, Menu):
             return phase.choices
@@ -382,10 +374,7 @@ class Plan:
         return bool(due)
 
     def identical_trials_left(self, ledger: Ledger) -> int:
-        """How many trials equal to the next one can be made before the ledger is read again.
-
-        0 where a test comes next.
-        """
+        """How many trials like the next one come before the ledger is read again, or a test."""
         place = self._phase(ledger)
         if place is None:
             return 0
@@ -398,7 +387,7 @@ class Plan:
         return self.run_all_trials and self.completed(ledger) and ledger.trials < self.trials
 
     def completed(self, ledger: Ledger) -> bool:
-        """Whether the run did what was planned, so that its result may be released."""
+        """Whether the result of a run may be released."""
         if self.filter is not None:
             whole = ledger.trials < self.trials or ledger.updates == self.updates
             return whole or not self.charges_accepted
@@ -411,7 +400,6 @@ class Plan:
         return ledger.updates == self.updates
 
     def position(self, ledger: Ledger) -> int:
-        """How far a run has come, from 0 to `length`."""
         if self.filter is not None and self.updates is None:
             return int(ALLOWANCE_PARTS * self.divergence(ledger) / self.filter.allowance)
         return ledger.trials if self.updates is None else ledger.updates
@@ -425,18 +413,15 @@ class Plan:
         return self.trials if self.run_all_trials else self.length
 
     def elapsed(self, ledger: Ledger) -> int:
-        """How far a run has come on that scale."""
         return ledger.trials if self.run_all_trials else self.position(ledger)
 
     # What it costs
 
     def charges(self) -> Charges:
-        """All events of a completed run, and how often each happens, kept or not."""
         counts = (phase.trials if phase.count is None else phase.count for phase in self.phases)
         return self._charges(tuple(counts), self.tests)
 
     def _charges(self, counts: tuple[int, ...], tests: int) -> Charges:
-        """What phases with this many steps made, and this many tests, are charged."""
         made: Counter[Event] = Counter()
         for phase, count in zip(self.phases, counts, strict=False):
             for event, times in phase.charges(count):
@@ -447,8 +432,7 @@ class Plan:
         return [(event, count) for event, count in found if count]
 
     def supports_delta(self, delta: float) -> bool:
-        """Whether there is an epsilon at this delta: a cap, or a filter, is for the budget's."""
-        if self.filter is not None:
+        if self.filter:
             return delta == self.budget.delta
         return not (self.updates is not None and self.typical.gate) or delta >= self.budget.delta
 
@@ -465,12 +449,8 @@ class Plan:
                 f"with delta {delta:g}"
             )
         if self.filter is not None:
-            kept = kept_delta(delta, capped=self.charges_accepted)
-            return epsilon_at(self.filter.order, self.filter.allowance, kept)
+            return epsilon_at(self.filter.order, self.filter.allowance, self.kept_budget.delta)
         return self._accounting.epsilon(self.charges(), delta)
-
-    def epsilon_without_tests(self) -> float:
-        return self._accounting.epsilon(self._charges(self.blocks, 0), self.budget.delta)
 
     def spent(self, ledger: Ledger, delta: float | None = None) -> float:
         """Epsilon so far, for display only: the guarantee is `epsilon()`."""
@@ -517,11 +497,8 @@ class Plan:
     # The filter
 
     def _paid(self, ledger: Ledger) -> list[tuple[Step, int]]:
-        """How often each step of a ledger is charged."""
-        return [
-            (entry.step, entry.updates if self.charges_accepted else entry.trials)
-            for entry in ledger.entries
-        ]
+        counted = "updates" if self.charges_accepted else "trials"
+        return [(entry.step, getattr(entry, counted)) for entry in ledger.entries]
 
     def cost(self, step: Event | Step) -> float:
         """What a step takes of the allowance.
@@ -530,8 +507,7 @@ class Plan:
         Otherwise its verdict is an output too: then it is two mechanisms, one after the other.
         """
         assert self.filter is not None
-        order = self.filter.order
-        return step_divergence(step, order, selected=self.charges_accepted)
+        return step_divergence(step, self.filter.order, selected=self.charges_accepted)
 
     def divergence(self, ledger: Ledger) -> float:
         assert self.filter is not None
@@ -539,18 +515,15 @@ class Plan:
         return setup + sum(count * self.cost(step) for step, count in self._paid(ledger))
 
     def tail(self, ledger: Ledger) -> float:
-        """What the missing tail of the noise has taken of delta."""
         charges = [*((event, 1) for event in ledger.setup), *self._paid(ledger)]
         return noise_tail(charges, verdicts_charged=not self.charges_accepted)
 
     @property
     def kept_budget(self) -> Budget:
-        """The budget without what is set aside: what an allowance is made for."""
-        kept = kept_delta(self.budget.delta, capped=self.charges_accepted)
-        return Budget(self.budget.epsilon, kept)
+        delta = kept_delta(self.budget.delta, capped=self.charges_accepted)
+        return replace(self.budget, delta=delta)
 
     def left_after_setup(self) -> float:
-        """The allowance without what happens before the first step."""
         assert self.filter is not None
         return self.filter.allowance - self.divergence(Ledger(setup=self.setup))
 
@@ -624,31 +597,22 @@ class Plan:
             what = f"{self.updates} updates at noise multipliers from {first:.3f} to {last:.3f}"
         else:
             noise = getattr(self.typical.update, "noise_multiplier", 0.0)
-            dropped = (
-                f" in {self.trials} trials, whatever is rejected," if self.run_all_trials else ""
-            )
+            dropped = f" in {self.trials} trials, whatever is rejected," * self.run_all_trials
             what = f"{self.length} {self.unit}{dropped} at noise multiplier {noise:.3f}"
         if self.tests:
             what += f" and {self.tests} tests of blocks at {self.test.noise_multiplier:.3g}"
         return f"{what}, {self.accounting}"
 
     def to_json(self) -> dict[str, Any]:
+        def plain(value: Any) -> Any:
+            return event_to_json(value) if isinstance(value, Event) else value
+
         epsilon = self.budget.epsilon
         return {
             "epsilon": None if math.isinf(epsilon) else epsilon,  # which JSON can write
             "delta": self.budget.delta,
             "accounting": self.accounting,
-            "phases": [
-                {
-                    "step": event_to_json(phase.step),
-                    "count": phase.count,
-                    "counts": phase.counts,
-                    "cap": phase.cap,
-                    "test": None if phase.test is None else event_to_json(phase.test),
-                    "steering": None if phase.steering is None else event_to_json(phase.steering),
-                }
-                for phase in self.phases
-            ],
+            "phases": [{n: plain(value) for n, value in vars(p).items()} for p in self.phases],
             "filter": None if self.filter is None else asdict(self.filter),
             "setup": [event_to_json(event) for event in self.setup],
             "on_reject": self.on_reject,

@@ -6,7 +6,7 @@ A search decides nothing of the guarantee, which is computed from the plan that 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from dpsur import checks
 from dpsur.errors import BudgetError
@@ -40,7 +40,6 @@ from dpsur.privacy.plan import (
 )
 from dpsur.privacy.search import (
     cached,
-    cached_noise,
     least_noise,
     most_repetitions,
     noise_at_least,
@@ -99,113 +98,110 @@ class Request:
     setup: tuple[Event, ...] = ()
     on_reject: str = RESTORE
 
-    def charges(self, noise: float, count: int) -> Charges:
-        return planned_charges(self.setup, self.trial_with(noise), count)
-
 
 def make_plan(request: Request, budget: Budget, accounting_name: str) -> Plan:
     """Settle noise and count against the budget; an impossible request is an error here."""
     accounting = accounting_named(accounting_name)
     noise, count = request.noise_multiplier, request.count
-    accounting.check(request.trial_with(1.0 if noise is None else noise), request.on_reject)
+
+    def charges(noise: float, count: int) -> Charges:
+        return planned_charges(request.setup, request.trial_with(noise), count)
+
+    def epsilon_of(count: int) -> float:
+        assert noise is not None
+        return accounting.epsilon(charges(noise, count), budget.delta)
+
+    def check_noise(count: int) -> None:
+        assert noise is not None
+        check_tail(accounting.noise_tail(charges(noise, count)), noise, count, budget.delta)
+
+    typical = request.trial_with(1.0 if noise is None else noise)
+    accounting.check(typical, request.on_reject)
     if noise is not None and count is None:
-        count = _affordable_count(request, accounting, budget, noise)
-    count = request.default_count if count is None else count
-    checks.at_least_one("the number of updates", count)
+        if isinstance(typical.update, NonPrivate):
+            raise BudgetError("a method without noise has no finite epsilon; give the updates")
+        count = most_repetitions(epsilon_of, budget.epsilon)
+        if count == 0:
+            check_noise(1)
+            raise BudgetError(
+                f"epsilon {budget.epsilon:g} is too small for a single update, which spends "
+                f"{epsilon_of(1):.4g} at noise multiplier {noise:g}; "
+                "raise epsilon or the noise multiplier, or lower the batch sizes",
+                code="budget-too-small",
+            )
+    made = request.default_count if count is None else count
+    checks.at_least_one("the number of updates", made)
     if noise is None:
-        noise = _calibrated_noise(request, accounting, budget, count)
+        noise = fitted_noise(lambda noise: charges(noise, made), accounting, budget)
+        if noise is None:
+            tests = ", or lower val_batch_size or raise val_noise_multiplier"
+            raise _too_small(budget, made, tests * (typical.test is not None))
     elif request.count is not None:
-        charges = request.charges(noise, count)
-        check_tail(accounting.noise_tail(charges), noise, count, budget.delta)
-        epsilon = accounting.epsilon(charges, budget.delta)
+        check_noise(made)
+        epsilon = epsilon_of(made)
         if epsilon > budget.epsilon:
             raise BudgetError(
-                f"noise multiplier {noise:g} over {count} charged trials or updates spends epsilon "
+                f"noise multiplier {noise:g} over {made} charged trials or updates spends epsilon "
                 f"{epsilon:.4g}, above the budget of {budget.epsilon:g}: raise epsilon, or leave "
                 "out either the noise multiplier or the count so that it is chosen to fit",
                 code="over-budget",
             )
-    trial, updates, trials = request.trial_with(noise), None, count
+    trial, updates, trials = request.trial_with(noise), None, made
     if accounting.charges == "updates":
-        updates = count
-        trials = count if trial.gate is None else trial_cap(trial.gate, count, budget)
+        updates = made
+        trials = made if trial.gate is None else trial_cap(trial.gate, made, budget)
     return repeated_plan(
         budget, accounting.name, trial, trials, updates, request.setup, request.on_reject
     )
 
 
-def _affordable_count(
-    request: Request, accounting: Accounting, budget: Budget, noise: float
-) -> int:
-    if isinstance(request.trial_with(noise).update, NonPrivate):
-        raise BudgetError("a method without noise has no finite epsilon; give the updates")
+def fitted_noise(
+    charges_with: Callable[[float], Charges],
+    accounting: Accounting,
+    budget: Budget,
+    *,
+    by_tail: bool = False,
+) -> float | None:
+    """The least noise, or scale of it, whose charges fit the budget; None where none is enough.
 
-    def epsilon_of(count: int) -> float:
-        return accounting.epsilon(request.charges(noise, count), budget.delta)
+    It is looked up before it is searched for. The tail of the noise seldom matters, and then the
+    noise does not depend on its bound, unless the search is `by_tail` as well.
+    """
 
-    count = most_repetitions(epsilon_of, budget.epsilon)
-    if count == 0:
-        check_tail(accounting.noise_tail(request.charges(noise, 1)), noise, 1, budget.delta)
-        raise BudgetError(
-            f"epsilon {budget.epsilon:g} is too small for a single update, which spends "
-            f"{epsilon_of(1):.4g} at noise multiplier {noise:g}; "
-            "raise epsilon or the noise multiplier, or lower the batch sizes",
-            code="budget-too-small",
-        )
-    return count
+    def by(figure: Callable[[Charges, float], float]) -> Callable[[float], float]:
+        return cache(lambda noise: figure(charges_with(noise), budget.delta))
 
+    epsilon_of = by(accounting.epsilon)
+    ideal = epsilon_of if by_tail else by(accounting.ideal_epsilon)
 
-def _calibrated_noise(
-    request: Request, accounting: Accounting, budget: Budget, count: int
-) -> float:
-    def epsilon_of(noise: float) -> float:
-        return accounting.epsilon(request.charges(noise, count), budget.delta)
+    def untested(charges: Charges, delta: float) -> float:
+        updates = [(e.update if isinstance(e, Trial) else e, count) for e, count in charges]
+        return composed_epsilon(updates, delta)
 
-    def ideal_epsilon_of(noise: float) -> float:
-        return accounting.ideal_epsilon(request.charges(noise, count), budget.delta)
-
-    def untested(noise: float) -> float:
-        update = Trial(request.trial_with(noise).update)
-        return composed_epsilon(planned_charges(request.setup, update, count), budget.delta)
-
-    def ideal() -> float | None:
+    def start() -> float | None:
         """The least noise; where a figure takes long, from a guess by the one that it refines."""
-        if accounting.refines is None:
-            return least_noise(ideal_epsilon_of, budget.epsilon)
-        looser, guess = accounting_named(accounting.refines), None
+        if accounting.refines is not None:
+            guess = least_noise(by(untested), budget.epsilon)
+            if guess is not None:
+                looser = accounting_named(accounting.refines)
+                guess = noise_near(by(looser.ideal_epsilon), budget.epsilon, guess, ROUGHLY)
+            if guess is not None:
+                return noise_near(ideal, budget.epsilon, REFINED * guess)
+        return least_noise(ideal, budget.epsilon)
 
-        def rough(noise: float) -> float:
-            return looser.ideal_epsilon(request.charges(noise, count), budget.delta)
-
-        start = least_noise(untested, budget.epsilon)
-        if start is not None:
-            guess = noise_near(rough, budget.epsilon, start, ROUGHLY)
-        if guess is None:  # what is too much by the looser figure may still fit
-            return least_noise(ideal_epsilon_of, budget.epsilon)
-        return noise_near(ideal_epsilon_of, budget.epsilon, REFINED * guess)
-
-    trials = (request.trial_with(1.0), request.trial_with(2.0))
-    noise = cached(
-        ("fixed", accounting.name, budget, count, request.setup, trials),
-        # The tail of the noise seldom matters, and then the noise does not depend on its bound.
-        lambda: noise_at_least(epsilon_of, budget.epsilon, ideal()),
+    return cached(
+        (accounting.name, budget, by_tail, charges_with(1.0), charges_with(2.0)),
+        lambda: noise_at_least(epsilon_of, budget.epsilon, start()),
         lambda noise: epsilon_of(noise) <= budget.epsilon,
     )
-    tests = trials[0].test is not None
-    return _enough(
-        noise, budget, count, ", or lower val_batch_size or raise val_noise_multiplier" * tests
+
+
+def _too_small(budget: Budget, updates: int | None, remedy: str = "") -> BudgetError:
+    return BudgetError(
+        f"epsilon {budget.epsilon:g} is too small for {updates} updates, whatever the noise: "
+        f"raise epsilon or make fewer updates{remedy}",
+        code="budget-too-small",
     )
-
-
-def _enough(noise: float | None, budget: Budget, updates: int | None, remedy: str = "") -> float:
-    """The noise that was found; refuses where none is enough."""
-    if noise is None:
-        raise BudgetError(
-            f"epsilon {budget.epsilon:g} is too small for {updates} updates, whatever the noise: "
-            f"raise epsilon or make fewer updates{remedy}",
-            code="budget-too-small",
-        )
-    return noise
 
 
 # --- steps that are free to depend on what was released -----------------------------------------
@@ -237,34 +233,6 @@ def filtered_plan(
         trials = trial_cap(typical.gate, updates, budget)
     phase = Phase(typical, updates, TRIALS if updates is None else ACCEPTED, trials)
     return Plan(budget, accounting, (phase,), setup, on_reject, filter=best)
-
-
-def least_plan_noise(plan_with: Callable[[float], Plan]) -> float | None:
-    """The least noise, or scale of it, that fits the budget; None where the rest spends it all."""
-    plan_with = cache(plan_with)
-
-    @cache
-    def epsilon_of(noise: float) -> float:
-        return plan_with(noise).epsilon()
-
-    @cache
-    def ideal_epsilon_of(noise: float) -> float:
-        plan = plan_with(noise)
-        charges = plan.charges()
-        return accounting_named(plan.accounting).ideal_epsilon(charges, plan.budget.delta)
-
-    if _others_spend_all(plan_with(1.0)):
-        return None
-    target = plan_with(1.0).budget.epsilon
-    # The tail of the noise seldom matters, and then the noise does not depend on its bound.
-    return noise_at_least(epsilon_of, target, least_noise(ideal_epsilon_of, target))
-
-
-def _others_spend_all(plan: Plan) -> bool:
-    """Whether setup, tests and releases spend the budget without any update."""
-    others = [(e, n) for e, n in plan.charges() if not isinstance(e, Trial | Menu)]
-    accounting = accounting_named(plan.accounting)
-    return accounting.epsilon(others, plan.budget.delta) >= plan.budget.epsilon
 
 
 # --- blocks of updates with a test after each ---------------------------------------------------
@@ -320,21 +288,28 @@ def plan_blocks(
             budget, accounting, step, test, blocks, setup, steering, searches=searches
         )
 
-    if noise_multiplier is None and test_noise is not None:
-        given = test_noise
-        return _with_least_noise(lambda noise: plan_with(noise, given))
+    fitted = partial(fitted_noise, accounting=accounting_named(accounting), budget=budget)
     noise = noise_multiplier
+    if noise is None and test_noise is not None:
+        given = test_noise
+        noise = fitted(lambda noise: plan_with(noise, given).charges())
+        if noise is None:
+            raise BudgetError(
+                f"{len(blocks)} tests of blocks spend epsilon {budget.epsilon:g} by themselves; "
+                "raise val_noise_multiplier or epsilon",
+                code="budget-too-small",
+            )
+        return plan_with(noise, given)
     if noise is None:  # the least at which the updates fit the budget on their own, and more
-        plan = plan_with(1.0, LEAST_TEST_NOISE)
-        least = cached_noise(
-            ("blocks without tests", plan),
-            lambda noise: plan_with(noise, LEAST_TEST_NOISE).epsilon_without_tests(),
-            budget.epsilon,
+        noise = fitted(
+            lambda noise: plan_with(noise, LEAST_TEST_NOISE).charges()[:-1], by_tail=True
         )
-        noise = (1 + tests_cost) * _enough(least, budget, plan.updates)
+        if noise is None:
+            raise _too_small(budget, sum(blocks))
+        noise *= 1 + tests_cost
     if test_noise is None:
-        question = ("tests of blocks", plan_with(noise, 1.0))
-        least = cached_noise(question, lambda of: plan_with(noise, of).epsilon(), budget.epsilon)
+        found = noise
+        least = fitted(lambda of_tests: plan_with(found, of_tests).charges(), by_tail=True)
         if least is None:
             raise BudgetError(
                 f"updates at noise multiplier {noise:g} leave nothing of epsilon "
@@ -353,24 +328,6 @@ def plan_blocks(
             code="over-budget",
         )
     return plan
-
-
-def _with_least_noise(plan_with: Callable[[float], Plan]) -> Plan:
-    """The plan whose updates have the least noise that the budget allows beside its tests."""
-    plan = plan_with(1.0)
-    epsilon = plan.budget.epsilon
-    if _others_spend_all(plan):
-        raise BudgetError(
-            f"{plan.tests} tests of blocks spend epsilon {epsilon:g} by themselves; raise "
-            "val_noise_multiplier or epsilon",
-            code="budget-too-small",
-        )
-    noise = cached(
-        ("blocks", plan),
-        lambda: least_plan_noise(plan_with),
-        lambda noise: plan_with(noise).epsilon() <= epsilon,
-    )
-    return plan_with(_enough(noise, plan.budget, plan.updates))
 
 
 def cheapest_test(dataset_size: int, error: float) -> tuple[float, float]:

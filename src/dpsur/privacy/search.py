@@ -13,6 +13,7 @@ privacy. Files hold public numbers only.
 import hashlib
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -39,13 +40,7 @@ def most_repetitions(epsilon_of: Callable[[int], float], target: float) -> int:
                 f"more than {MOST_REPETITIONS} updates fit epsilon {target:g}: "
                 "give the number of updates and let the noise be calibrated"
             )
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if epsilon_of(middle) <= target:
-            fits = middle
-        else:
-            too_many = middle
-    return fits
+    return fits + bisect_right(range(fits + 1, too_many), target, key=epsilon_of)
 
 
 def least_noise(epsilon_of: Callable[[float], float], target: float) -> float | None:
@@ -134,7 +129,6 @@ def noise_near(
 
 
 def _height(epsilon: float, target: float) -> float:
-    """Log epsilon above the target, kept finite."""
     return math.log(min(max(epsilon, 1e-300), 1e300) / target)
 
 
@@ -216,18 +210,6 @@ def cached(
     if noise is not None:
         write_cache(path, json.dumps({"noise_multiplier": noise}).encode())
     return noise
-
-
-def cached_noise(
-    question: object, epsilon_of: Callable[[float], float], target: float
-) -> float | None:
-    """The least noise whose epsilon is at most the target, looked up before it is searched for."""
-    epsilon_of = cache(epsilon_of)
-    return cached(
-        question,
-        lambda: least_noise(epsilon_of, target),
-        lambda noise: epsilon_of(noise) <= target,
-    )
 
 
 @cache

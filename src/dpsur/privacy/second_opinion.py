@@ -76,7 +76,6 @@ class Opinion:
         return self.epsilon < self.independent * (1 - TOLERANCE) - NEARLY_ZERO
 
     def describe(self) -> str:
-        """One line: what was confirmed, or refuted, and by which version."""
         figure = f"epsilon {format_epsilon(self.epsilon)} ({', '.join(self.figures)})"
         if self.independent is None:
             return f"{figure}: {self.library} cannot tell: {self.cannot_tell}"
@@ -89,7 +88,6 @@ class Opinion:
         return f"{figure} is not below what {self.library} finds for {self.instead}: {found}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, with the line that says them."""
         return {**asdict(self), "refuted": self.refuted, "says": self.describe()}
 
 
@@ -129,7 +127,6 @@ def opinions(
 def _opinion(
     epsilon: float, charges: Charges, accounting: Accounting, delta: float, filtered: bool
 ) -> Opinion:
-    """What dp-accounting finds at the delta that the missing tail of the noise leaves."""
     installed = package_version("dp-accounting")
     selected = not accounting.verdicts_charged
     made = [event for event, count in charges if count]

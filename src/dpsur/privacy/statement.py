@@ -63,7 +63,6 @@ TEXTS: Final = _read(Path(__file__).with_name("words"))
 
 
 def latest() -> int:
-    """The version that new statements are written with."""
     return max(TEXTS)
 
 
@@ -98,7 +97,6 @@ _SETTINGS_OF = {
 
 
 def unit_of(statement: Mapping[str, Any]) -> str:
-    """The unit that a statement speaks of: a record or a person."""
     return PERSON if RECORDS_PER_PERSON in statement["public"] else RECORD
 
 
@@ -108,7 +106,6 @@ def counted_by(statement: Mapping[str, Any]) -> str:
 
 
 def words_of(statement: Mapping[str, Any]) -> Words:
-    """The texts that a statement was written with."""
     version = statement["texts"]
     if type(version) is not int or version not in TEXTS:
         raise InvalidInputError(
@@ -160,7 +157,6 @@ class Statement(dict[str, Any]):
 
 
 def guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What is promised, in a few lines."""
     promised = statement["guarantee"]
     epsilon, units = promised["epsilon"], f"{counted_by(statement)}s"
     if epsilon is None or math.isinf(epsilon):
@@ -180,7 +176,6 @@ def guarantee_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def group_rows(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The guarantee for groups, where one is stated."""
     group = statement.get("group", {"epsilon": None})
     if group["epsilon"] is None or math.isinf(group["epsilon"]):
         return []
@@ -256,7 +251,6 @@ def _side_channels(words: Words, way: str) -> list[str]:
 
 
 def with_counts(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, with the counts of the plan, which may have been cut short."""
     kept = {name: n for name, n in plan.fixed_counts.items() if settings.get(name) is not None}
     return {**settings, **kept}
 
@@ -312,7 +306,6 @@ def warnings_of(statement: Mapping[str, Any]) -> list[str]:
 
 
 def planned_warnings(plan: Plan, dataset_size: int, *, seeded: bool) -> list[str]:
-    """The warnings that the statement of a run will have."""
     proved = accounting_named(plan.accounting).proved  # figures take a while
     guarantee = {"epsilon": math.nan if proved else plan.epsilon(), "accounting": plan.accounting}
     return warnings_of(
@@ -439,7 +432,6 @@ def stated_holdout(
 
 
 def holdout_cost(noise_multiplier: float, delta: float) -> float:
-    """Epsilon of the noisy figures of held-out records alone: one Gaussian mechanism."""
     return accounting_named("every-trial").epsilon([(Gaussian(noise_multiplier), 1)], delta)
 
 
@@ -476,7 +468,6 @@ def current(statement: Any) -> dict[str, Any]:
 
 
 def metric_text(row: Mapping[str, Any]) -> str:
-    """A noisy value with its standard error, in a few words."""
     error = "" if row["standard_error"] is None else f" +- {row['standard_error']:.2g}"
     return f"{row['quantity']} {row['value']:.4g}{error}"
 

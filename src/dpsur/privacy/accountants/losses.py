@@ -69,7 +69,6 @@ class LossDistribution:
         )
 
     def epsilon(self, delta: float) -> float:
-        """The smallest epsilon of at least 0 at this delta, in the worse direction."""
         return max(epsilon_at(losses, self.width, delta) for losses in (self.add, self.remove))
 
     def delta(self, epsilon: float) -> float:
@@ -78,7 +77,6 @@ class LossDistribution:
 
 @lru_cache(maxsize=64)
 def sampled_gaussian(event: SampledGaussian, width: float) -> LossDistribution:
-    """The losses of a Gaussian on a Poisson sample, or on all records where the rate is 1."""
     return LossDistribution(
         width, discretise(event, width, "add"), discretise(event, width, "remove")
     )
@@ -228,7 +226,6 @@ def _log_rest(epsilons: Floats, q: float) -> tuple[Floats, NDArray[np.bool_]]:
 
 
 def discretise(event: SampledGaussian, width: float, direction: Direction) -> Losses:
-    """The losses of a sampled Gaussian on a grid that holds all but its farthest tails."""
     q, s = event.sample_rate, event.noise_multiplier
     ends = np.array([-FARTHEST_NOISE * s, event.records + FARTHEST_NOISE * s])
     if event.records > 1:
@@ -314,13 +311,11 @@ def ends(chances: Floats, count: int) -> tuple[int, int]:
 
 
 def _log_sum(logs: Floats) -> float:
-    """log of the sum of e^logs, which may be any size."""
     most = float(logs.max())
     return most + math.log(float(np.exp(logs - most).sum()))
 
 
 def delta_at(losses: Losses, width: float, epsilon: float) -> float:
-    """The hockey-stick divergence at an epsilon."""
     start = max(math.floor(epsilon / width) + 1 - losses.first, 0)
     above = losses.chances[start:]
     cells = (np.arange(len(above)) + (losses.first + start)) * width

@@ -51,7 +51,6 @@ def noise_tail(charges: Sequence[tuple[Event, int]], *, verdicts_charged: bool) 
 
 
 def check_tail(tail: float, noise_multiplier: float, count: int, delta: float) -> None:
-    """Refuse noise whose missing tail alone spends delta."""
     if tail >= delta:
         raise BudgetError(
             f"noise multiplier {noise_multiplier:g} is too small for delta {delta:g}: noise ends "

@@ -302,7 +302,6 @@ def composed_delta(charges: Sequence[tuple[Event, int]], epsilon: float) -> floa
 
 @lru_cache(maxsize=4)
 def _total(parts: tuple[tuple[_Part, int], ...], width: float) -> LossDistribution:
-    """The distribution of a whole run, kept for figures of the same run at another delta."""
     total, *others = (_composed(part, count, width) for part, count in parts)
     for other in others:
         total = total.composed(other)

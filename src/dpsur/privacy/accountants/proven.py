@@ -109,7 +109,6 @@ class Composition:
             _check_count(count)
 
     def divergence(self, order: float, direction: Direction, accuracy: Accuracy) -> Interval:
-        """Rényi divergence of the whole, in one direction."""
         rest = order * self.precision / 2
         parts = [
             (count, _divergence(update, order, direction, accuracy))
@@ -241,7 +240,6 @@ class _Search:
         self._seen: dict[float, Interval] = {}
 
     def at(self, order: float) -> Interval:
-        """Epsilon at an order, to full accuracy."""
         if order not in self._seen:
             self._seen[order] = self._epsilon(order, self._fine)
         return self._seen[order]
@@ -299,14 +297,12 @@ class _Search:
 
 @lru_cache(maxsize=256)
 def known(update: SelectiveUpdate) -> Store:
-    """What is known of one update, in memory and on disk."""
     return Store(tuple(update), cache_folder())
 
 
 def _divergence(
     update: SelectiveUpdate, order: float, direction: Direction, accuracy: Accuracy
 ) -> Interval:
-    """The divergence of one update, looked up before it is computed."""
     store, mesh = known(update), f"{accuracy.nodes} {accuracy.most_nodes} {accuracy.gap}"
     label = f"{direction} {float(order).hex()} {mesh}"
     value = store.get(label)

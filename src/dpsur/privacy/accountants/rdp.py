@@ -156,7 +156,6 @@ def event_rdp(event: Event, alpha: int) -> float:
 
 
 def epsilon_from_rdp(rdp: float, alpha: int, delta: float) -> float:
-    """Convert (alpha, rdp)-RDP to epsilon at delta by the paper's conversion lemma."""
     return rdp + math.log((alpha - 1) / alpha) - (math.log(delta) + math.log(alpha)) / (alpha - 1)
 
 

@@ -97,7 +97,6 @@ def tangent(f: Frame, slope: float, start: float) -> Line:
 
 
 def _reached(f: Frame, choice: Choice) -> tuple[float, float]:
-    """rho - 1 and E[den phi] / E[den] of a choice."""
     columns = np.arange(choice.size)
     den = float(f.den[choice, columns].sum())
     lean = float(f.lean[choice, columns].sum()) / den
@@ -136,7 +135,6 @@ def log_excess(f: Frame, height: float, slope: float, lean: float, margin: float
 
 
 def _peak(f: Frame, line: Line, lo: float, hi: float) -> float:
-    """The largest bound a line gives on [lo, hi]."""
     if not math.isfinite(line.height):
         return math.inf
     candidates = [lo, hi, *_stationary(f, line.slope, line.height, lo, hi)]
@@ -144,7 +142,6 @@ def _peak(f: Frame, line: Line, lo: float, hi: float) -> float:
 
 
 def _stationary(f: Frame, slope: float, height: float, lo: float, hi: float) -> list[float]:
-    """Where the derivative of a line's bound vanishes within [lo, hi]."""
     flat = slope + f.alpha * math.exp(-f.scale)
     if flat == 0.0:
         return []

@@ -70,7 +70,6 @@ class Bracket:
 
 
 def ratio(sample_rate: float, log_l: Array) -> tuple[Array, Array]:
-    """(log L, L - 1) for L = 1 - q + q l, given log l."""
     q = sample_rate
     with np.errstate(over="ignore", divide="ignore"):
         excess = q * np.expm1(log_l)
@@ -175,7 +174,6 @@ def _row_logsumexp(x: Array) -> Array:
 
 
 def _log_ends(z: Array, s: float) -> tuple[Array, Array]:
-    """Log mass below and above the mesh, under N(0, s^2) and N(1, s^2)."""
     lo, hi = float(z[0]), float(z[-1])
     ends0 = np.array([float(log_ndtr(lo / s)), float(log_ndtr(-hi / s))])
     ends1 = np.array([float(log_ndtr((lo - 1.0) / s)), float(log_ndtr((1.0 - hi) / s))])

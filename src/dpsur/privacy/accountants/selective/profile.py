@@ -141,7 +141,6 @@ def _programme(
 
 
 def _pick(options: Array, theta: Array, num: Array) -> tuple[Array, Choice]:
-    """The largest of options - theta num over the vertices, and which vertex it is."""
     theta = theta[:, None]
     best: Array = options[0] - theta * num[0]
     choice = np.zeros(best.shape, dtype=np.intp)
@@ -153,7 +152,6 @@ def _pick(options: Array, theta: Array, num: Array) -> tuple[Array, Choice]:
 
 
 def _chosen(values: Array, choice: Choice) -> Array:
-    """Sums over the atoms of the chosen vertices."""
     _, row, atom = values.shape
     flat = choice * (row * atom) + np.arange(atom)
     if row > 1:
@@ -298,7 +296,6 @@ def _grid(
 
 
 def _next(p: _Programme, grid: _Grid, updates: int, lines: int) -> list[Profile] | None:
-    """Profiles of 1, 2, ... updates, each from the one before."""
     (low, first), (high, last) = _range(p)
     x = np.exp(grid.losses)
     rest = Profile(x, np.maximum(0.0, 1.0 - x))

@@ -66,7 +66,6 @@ class Store:
 
 
 def _drop_oldest(folder: Path) -> None:
-    """Keep the folder within MOST_FILES, with some room so that this is seldom done."""
     files = list(folder.glob("selective-*.json"))
     if len(files) <= MOST_FILES:
         return
