@@ -27,9 +27,7 @@ from dpsur.privacy.plan import Plan
 from dpsur.privacy.planning import Request, filtered_plan, make_plan, repeated_plan
 
 FORMAT: Final = "dpsur-account/1"
-# Every step is charged with everything that it releases, verdicts of tests included.
 ACCOUNTING: Final = "every-trial"
-# Accepted updates are charged, and only those.
 PROVEN: Final = "proven"
 # Kinds of steps up to which `spent` composes privacy loss distributions, one for each kind.
 MOST_KINDS = 32
@@ -142,15 +140,31 @@ class Account:
 
     def resumed(self, charged: Ledger) -> "Account":
         """The same account after steps that were made before; refuses those that do not fit it."""
-        account = Account(self.plan, self.delta)
-        account._replay(charged)
+        account, plan = Account(self.plan, self.delta), self.plan
+        if plan is not None and charged.setup != plan.setup:
+            raise InvalidInputError("the account's setup events differ from the plan's")
+        account._charged = Ledger(setup=charged.setup)
+        for entry in charged.entries:
+            if not entry.trials:
+                raise InvalidInputError(f"the account lists {entry.step} with count {entry.trials}")
+            if plan is not None and (plan.tests or plan.menu):
+                for _ in range(entry.trials):  # their order counts
+                    account.book(entry.step)
+                continue
+            # The last of equal steps fits if and only if all of them do.
+            last = min(1, entry.updates)
+            account._charged = account.charged.record(
+                entry.step, updates=entry.updates - last, trials=entry.trials - 1
+            )
+            account._check(entry.step)
+            account._charged = account.charged.record(entry.step, updates=last)
         return account
 
     def __repr__(self) -> str:
-        return f"Account({self.describe()}{self._progress()})"
+        return f"Account({self.describe()}{self._progress})"
 
-    def _progress(self) -> str:
-        """How many steps were charged, where that is not private."""
+    @property
+    def _progress(self) -> str:  # which is private where rejected trials are free
         return "" if self.charges_accepted else f" after {self.steps} steps"
 
     # None of these can be set: what was charged stays charged.
@@ -234,11 +248,8 @@ class Account:
     def update_steps(self) -> list[int]:
         """The numbers of the steps that are updates still to be made."""
         assert self.plan is not None
-        found: list[int] = []
-        for number, size in enumerate(self.plan.blocks):
-            first = sum(self.plan.blocks[:number]) + number + 1
-            found += range(first, first + size)
-        return [step for step in found if step > self.steps]
+        is_update = [kind for size in self.plan.blocks for kind in (*[True] * size, False)]
+        return [n for n, update in enumerate(is_update, start=1) if update and n > self.steps]
 
     def affords(self, step: Step) -> bool:
         """Whether one more step like this fits."""
@@ -286,7 +297,7 @@ class Account:
             return
         if not self.plan.affords(self.charged, step):
             raise BudgetError(
-                f"{step} does not fit{self._progress()} ({self.describe()}): stop here and release "
+                f"{step} does not fit{self._progress} ({self.describe()}): stop here and release "
                 "what you have, or plan a new run with more steps or a larger epsilon"
             )
 
@@ -309,10 +320,9 @@ class Account:
         counts: Counter[Event] = Counter(self.charged.setup)
         for entry in self.charged.entries:  # equal steps together, in any order
             counts[entry.step] += entry.trials
-        free = self.plan is None or (self.plan.filter is not None and len(counts) <= MOST_KINDS)
-        if self.plan is not None and not free:
-            return self.plan.spent(self.charged, delta)
-        return accounting_named(ACCOUNTING).epsilon(list(counts.items()), delta)
+        if self.plan is None or (self.plan.filter is not None and len(counts) <= MOST_KINDS):
+            return accounting_named(ACCOUNTING).epsilon(list(counts.items()), delta)
+        return self.plan.spent(self.charged, delta)
 
     def get_epsilon(self, delta: float) -> float:
         """The same as `spent`, under the name that other libraries use.
@@ -349,33 +359,13 @@ class Account:
             raise InvalidInputError("the account's plan has another delta")
         return Account.from_plan(plan, charged)
 
-    def _replay(self, history: Ledger) -> None:
-        """Charge a history again; refuse one that this account would not have charged."""
-        if self.plan is not None and history.setup != self.plan.setup:
-            raise InvalidInputError("the account's setup events differ from the plan's")
-        self._charged = Ledger(setup=history.setup)
-        for entry in history.entries:
-            if not entry.trials:
-                raise InvalidInputError(f"the account lists {entry.step} with count {entry.trials}")
-            if self.plan is not None and (self.plan.tests or self.plan.menu):
-                for _ in range(entry.trials):  # their order counts
-                    self.book(entry.step)
-                continue
-            # The last of equal steps fits if and only if all of them do.
-            last = min(1, entry.updates)
-            self._charged = self.charged.record(
-                entry.step, updates=entry.updates - last, trials=entry.trials - 1
-            )
-            self._check(entry.step)
-            self._charged = self.charged.record(entry.step, updates=last)
-
 
 def replays(plan: Plan, charged: Ledger) -> bool:
+    """Whether a history is that of a whole run under a plan."""
     try:
-        account = Account(plan, plan.budget.delta).resumed(charged)
+        return Account(plan, plan.budget.delta).resumed(charged).completed
     except (BudgetError, InvalidInputError):
         return False
-    return plan.completed(account.charged)
 
 
 def _as_step(step: Step) -> Step:

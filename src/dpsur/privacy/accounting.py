@@ -45,9 +45,7 @@ class Accounting(ABC):
 
     @abstractmethod
     def ideal_epsilon(self, charges: Charges, delta: float) -> float:
-        """Epsilon at delta for events, each repeated a fixed number of times, as if noise had no
-        end.
-        """
+        """Epsilon at delta for events, each so many times, as if noise had no end."""
 
     def epsilon(self, charges: Charges, delta: float) -> float:
         """The same for the noise that is drawn, whose missing tail is charged to delta."""
@@ -112,23 +110,21 @@ class Proven(Accounting):
             if (1 + math.exp(min(found.upper, 700.0))) * early_end <= share * delta:
                 return found
             share *= 2
-        return proven.EpsilonBounds(math.inf, math.inf, "add", math.nan)
+        return proven.EpsilonBounds(math.inf, math.inf)
 
     def _ideal_bounds(
         self, charges: Charges, delta: float, share: float, *, attained: bool = True
     ) -> proven.EpsilonBounds:
         if not any(n and isinstance(e, Trial) and e.test is not None for e, n in charges):
             plain = pld.composed_epsilon(charges, delta)
-            return proven.EpsilonBounds(plain, plain, "add", math.nan)
+            return proven.EpsilonBounds(plain, plain)
         whole = proven.compose(charges)
         return proven.composed_epsilon(whole, delta * (1 - share), attained=attained)
 
     def test_epsilon(self, test: Test, count: int, delta: float) -> float:
-        """Epsilon of the tests alone: the theorem with a training rate of zero."""
-        alone = proven.SelectiveUpdate.of(0.0, 1.0, test)
-        composition = proven.Composition(updates=((alone, count),))
-        share = delta * (1 - CAP_SHARE)
-        return proven.composed_epsilon(composition, share, attained=False).upper
+        """The same by the theorem with a training rate of zero."""
+        alone = proven.Composition(((proven.SelectiveUpdate.of(0.0, 1.0, test), count),))
+        return proven.composed_epsilon(alone, delta * (1 - CAP_SHARE), attained=False).upper
 
 
 class ProvenPld(Proven):
@@ -263,21 +259,16 @@ def figures(
             accounting.check(trial, on_reject)
         except InvalidInputError:
             continue
-        if count is None:
-            continue
-        if isinstance(accounting, Proven):
-            charges = planned_charges(setup, trial, count)
-            bounds = accounting.bounds(charges, delta, early_end)
+        if count is not None and isinstance(accounting, Proven):
+            bounds = accounting.bounds(planned_charges(setup, trial, count), delta, early_end)
             found[key] = bounds.upper
             if not accounting.refines:
                 found["proven_lower"] = bounds.lower
-        else:
+        elif count is not None:
             found[key] = accounting.planned(setup, trial, count, delta)
     return found
 
 
 def only_figure(accounting: str, epsilon: float) -> dict[str, float | None]:
     """The figures of a run whose steps were chosen on the way: one under its own accounting."""
-    found: dict[str, float | None] = dict.fromkeys(FIGURES)
-    found[accounting.replace("-", "_")] = epsilon
-    return found
+    return {**dict.fromkeys(FIGURES), accounting.replace("-", "_"): epsilon}

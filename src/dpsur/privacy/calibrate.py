@@ -74,15 +74,14 @@ def calibrate(
     budget.
     """
     trial = _trial(sample_rate, 1.0, test, acceptance, val_sample_rate)
-    request = Request(
-        trial_with=lambda noise: Trial(SampledGaussian(sample_rate, noise), trial.test),
-        noise_multiplier=None,
-        count=updates,
-        setup=setup,
-    )
-    update = make_plan(request, Budget(epsilon, delta), accounting).typical.update
-    assert isinstance(update, SampledGaussian)
-    return update.noise_multiplier
+    request = _request(sample_rate, trial.gate, None, updates, setup)
+    return make_plan(request, Budget(epsilon, delta), accounting).update.noise_multiplier
+
+
+def _request(
+    rate: float, test: Test | None, noise: float | None, count: int, setup: tuple[Event, ...]
+) -> Request:
+    return Request(lambda noise: Trial(SampledGaussian(rate, noise), test), noise, count, 0, setup)
 
 
 def _trial(
@@ -136,16 +135,9 @@ def design_gate(
     if not 0 < share < 1:
         raise InvalidInputError(f"the share of the test must be in (0, 1), got {share}")
     accounting = accounting_named(accounting_name)
-    untested = Request(
-        trial_with=lambda noise: Trial(SampledGaussian(sample_rate, noise)),
-        noise_multiplier=None,
-        count=count,
-        setup=setup,
-    )
-    training = make_plan(
-        untested, Budget((1 - share) * budget.epsilon, budget.delta), "every-trial"
-    )
-    update = training.typical.update
+    untested = _request(sample_rate, None, None, count, setup)
+    part = Budget((1 - share) * budget.epsilon, budget.delta)
+    update = make_plan(untested, part, "every-trial").update
 
     def epsilon_of(test: Test) -> float:
         return accounting.planned(setup, Trial(update, test), count, budget.delta)
@@ -166,11 +158,5 @@ def design_gate(
             f"a share of {share:g} of epsilon {budget.epsilon:g} buys no test over {count} "
             "updates; raise the share or epsilon, or make fewer updates"
         )
-    assert isinstance(update, SampledGaussian)
-    tested = Request(
-        trial_with=lambda noise: Trial(SampledGaussian(sample_rate, noise), test),
-        noise_multiplier=update.noise_multiplier,
-        count=count,
-        setup=setup,
-    )
+    tested = _request(sample_rate, test, update.noise_multiplier, count, setup)
     return make_plan(tested, budget, accounting_name)

@@ -43,16 +43,12 @@ NOT_HELD_OUT = (
 
 @dataclass(frozen=True)
 class Converted:
-    """A guarantee for other neighbours.
-
-    `exact` says that the privacy losses of the mechanisms were composed, not the guarantee as a
-    whole.
-    """
+    """A guarantee for other neighbours."""
 
     neighbours: str
     epsilon: float
     delta: float
-    exact: bool
+    exact: bool  # losses of the mechanisms were composed, not the guarantee as a whole
 
 
 def composes(plan: Plan) -> bool:
@@ -97,7 +93,6 @@ def grouped(event: Event, records: int) -> Event:
             several = (replace(one, records=records * one.records) for one in choices)
             return replace(event, choices=tuple(several))
         case Trial(update=update, test=test):
-            # the same kinds, of which only these appear in a trial
             tested = None if test is None else grouped(test, records)
             return Trial(grouped(update, records), tested)  # type: ignore[arg-type]
     return event  # without privacy
@@ -135,21 +130,13 @@ def for_replacement(plan: Plan, unit: str = "record") -> Converted:
 
 @dataclass(frozen=True)
 class PersonSampling:
-    """A way to protect persons, and what its noise is to a mean gradient.
+    """A way to protect persons, and what its noise is to a mean gradient."""
 
-    Attributes:
-        sampling: "person" or "record", as `fit` takes it.
-        records_per_person: at most this many are used.
-        batch_size: the expected number of persons, or of records.
-        noise_multiplier: the least that fits the budget.
-        noise: standard deviation of the noise of a mean gradient over the clipping norm.
-    """
-
-    sampling: str
-    records_per_person: int
-    batch_size: float
-    noise_multiplier: float
-    noise: float
+    sampling: str  # "person" or "record", as `fit` takes it
+    records_per_person: int  # at most this many are used
+    batch_size: float  # expected number of persons, or of records
+    noise_multiplier: float  # the least that fits the budget
+    noise: float  # standard deviation of a mean gradient's noise over the clipping norm
 
 
 def samplings_of_persons(
@@ -189,8 +176,4 @@ def samplings_of_persons(
             f"no noise is enough for epsilon {budget.epsilon:g}", code="budget-too-small"
         )
     near = 1.05 * min(one.noise for one in found)
-
-    def order(one: PersonSampling) -> tuple[float, int]:
-        return one.noise if one.noise > near else 0.0, -one.records_per_person
-
-    return sorted(found, key=order)
+    return sorted(found, key=lambda one: (one.noise * (one.noise > near), -one.records_per_person))

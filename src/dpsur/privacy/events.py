@@ -7,7 +7,7 @@ tensors and can be written to a file and read back. A ledger counts the steps of
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 from dpsur import checks
 from dpsur.errors import InvalidInputError
@@ -148,15 +148,12 @@ class CoinTest:
                 f"accept_ratio must be a finite number of at least 1, got {self.accept_ratio}"
             )
 
+    accept_max: ClassVar[float] = 1.0  # of an improvement
+
     @property
     def accept_min(self) -> float:
         """Acceptance probability of a worsening."""
         return 1 / self.accept_ratio
-
-    @property
-    def accept_max(self) -> float:
-        """Acceptance probability of an improvement."""
-        return 1.0
 
 
 Test = LossTest | CoinTest
@@ -244,6 +241,17 @@ Event = NonPrivate | Gaussian | SampledGaussian | LossTest | CoinTest | NoisyCho
 # What a run does in one go: a trial, or a noisy figure that later trials are steered by.
 Step = Trial | SampledGaussian | Gaussian
 
+
+def mechanisms(event: Event) -> tuple[Event, ...]:
+    """Those of an event, one after the other; a trial is its update and its test."""
+    parts: tuple[Event | None, ...] = (event,)
+    if isinstance(event, Trial):
+        alone = isinstance(event.update, NonPrivate)  # beside which nothing counts
+        parts = (event.update, None if alone else event.test)
+    plain = (part.noisy_difference if isinstance(part, LossTest) else part for part in parts)
+    return tuple(part for part in plain if part is not None)
+
+
 # Noise of the histograms that the clip bounds of feature statistics are read from. Two of them cost
 # less than a twelfth of what the statistics themselves do at their usual noise of 8.
 CLIP_BOUND_NOISE = 40.0
@@ -265,26 +273,18 @@ def feature_histograms(noise_multiplier: float) -> tuple[Event, ...]:
     return (Gaussian(noise_multiplier),)
 
 
-def feature_histograms_noise(epsilon: float, delta: float) -> float:
-    """The noise of histograms of a table beside a training run of this budget.
-
-    3.5 times that of a single Gaussian release, so that they cost 5 to 8 hundredths of the
-    precision that the budget buys; at least 1.
-    """
-    return max(1.0, round(3.5 * single_release_noise(epsilon, delta), 2))
-
-
 def single_release_noise(epsilon: float, delta: float) -> float:
     """About the noise of one Gaussian release of this budget (Dwork and Roth, 2014)."""
     return math.sqrt(2 * math.log(1.25 / delta)) / epsilon
 
 
-def feature_mean_noise(epsilon: float, delta: float) -> float:
-    """The noise of a private mean beside a training run of this budget.
+def feature_histograms_noise(epsilon: float, delta: float) -> float:
+    """Noise at which histograms cost 5 to 8 hundredths of the precision that a budget buys."""
+    return max(1.0, round(3.5 * single_release_noise(epsilon, delta), 2))
 
-    Ten times that of a single Gaussian release, so that the mean costs about a hundredth of the
-    precision that the budget buys; at least 1.
-    """
+
+def feature_mean_noise(epsilon: float, delta: float) -> float:
+    """Noise at which a mean costs about a hundredth of the precision that a budget buys."""
     return max(1.0, round(10 * single_release_noise(epsilon, delta), 2))
 
 
@@ -292,7 +292,7 @@ def feature_mean_noise(epsilon: float, delta: float) -> float:
 class Entry:
     """How often one kind of step was made, and how often it was accepted.
 
-    A step that is no trial, such as a noisy norm that later trials are steered by, is always kept.
+    A step that is no trial, such as a noisy norm that steers later trials, is always kept.
     """
 
     step: Step
@@ -371,8 +371,7 @@ class Ledger:
         return Ledger(setup=setup, entries=tuple(entries))
 
 
-_PLAIN = (NonPrivate, Gaussian, ThresholdedGaussian, SampledGaussian, LossTest, CoinTest)
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_PLAIN, NoisyChoice)}
+_KINDS = {kind.__name__: kind for kind in (*get_args(Event), ThresholdedGaussian)}
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
@@ -390,21 +389,15 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 def event_from_json(values: Mapping[str, Any]) -> Event:
     """Read what `event_to_json` wrote; anything else is an error, never a guess."""
-    fields = dict(values)
+    fields: dict[str, Any] = dict(values)
     kind = fields.pop("kind", None)
     try:
         if kind == "Trial":
-            test = fields.pop("test")
-            update = fields.pop("update")
-            if fields:
-                raise InvalidInputError(f"unknown keys in a Trial event: {sorted(fields)}")
-            return Trial(
-                update=event_from_json(update),  # type: ignore[arg-type]
-                test=None if test is None else event_from_json(test),  # type: ignore[arg-type]
-            )
+            test = fields["test"]
+            fields["test"] = None if test is None else event_from_json(test)
+            fields["update"] = event_from_json(fields["update"])
         if kind == "Menu":
-            choices = tuple(map(event_from_json, fields.pop("choices")))
-            return Menu(choices, **fields)  # type: ignore[arg-type]
+            fields["choices"] = tuple(map(event_from_json, fields["choices"]))
         return _KINDS[kind](**fields)  # type: ignore[no-any-return]
     except (KeyError, TypeError) as error:
         raise InvalidInputError(f"not a privacy event: {dict(values)!r}") from error

@@ -25,13 +25,12 @@ from dpsur.privacy.accounting import Accounting, Charges, accounting_named
 from dpsur.privacy.events import (
     Event,
     Gaussian,
-    LossTest,
     Menu,
     NoisyChoice,
-    NonPrivate,
     SampledGaussian,
     Trial,
     event_from_json,
+    mechanisms,
 )
 from dpsur.privacy.plan import Plan
 from dpsur.privacy.statement import format_epsilon
@@ -175,18 +174,13 @@ def _gaussians(
     event: Event, count: int, selected: bool, choice: int
 ) -> Iterator[tuple[Gaussian | SampledGaussian, int]]:
     """The Gaussian mechanisms of an event. What is left out makes it cheaper, never costlier."""
-    match event:
-        case Gaussian() | SampledGaussian():
-            yield event, count
-        case LossTest():
-            yield event.noisy_difference, count
-        case Menu(choices=choices, repeats=repeats):
-            yield choices[min(choice, len(choices) - 1)], repeats * count
-        case Trial(update=update, test=test):
-            assert not isinstance(update, NonPrivate)  # whose epsilon is infinite
-            yield update, count
-            if isinstance(test, LossTest) and not selected:
-                yield test.noisy_difference, count
+    if selected and isinstance(event, Trial) and event.gate is not None:
+        event = event.update
+    for part in mechanisms(event):
+        if isinstance(part, Menu):
+            yield part.choices[min(choice, len(part.choices) - 1)], part.repeats * count
+        elif isinstance(part, Gaussian | SampledGaussian):
+            yield part, count
 
 
 @lru_cache(maxsize=16)

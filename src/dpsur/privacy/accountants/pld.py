@@ -14,6 +14,7 @@ below and above them the profile is replaced by one that lies above it (connect 
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -40,12 +41,11 @@ from dpsur.privacy.accountants.selective.profile import block_profiles
 from dpsur.privacy.events import (
     Event,
     Gaussian,
-    LossTest,
     Menu,
     NoisyChoice,
     NonPrivate,
     SampledGaussian,
-    Trial,
+    mechanisms,
     precision,
 )
 from dpsur.privacy.search import code
@@ -120,13 +120,6 @@ _Part = Event | _Accepted
 
 def _distribution(q: float, sigma: float, width: float, records: int = 1) -> LossDistribution:
     return sampled_gaussian(SampledGaussian(q, min(sigma, MOST_NOISE), records), width)
-
-
-def _parts(event: Event) -> tuple[Event, ...]:
-    """The mechanisms of an event, those of a trial one after the other."""
-    found = (event.update, event.test) if isinstance(event, Trial) else (event,)
-    each = (part.noisy_difference if isinstance(part, LossTest) else part for part in found)
-    return tuple(part for part in each if part is not None)
 
 
 @lru_cache(maxsize=64)
@@ -237,7 +230,7 @@ def composed_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> floa
     distributions cannot be computed, it is the bound by Rényi divergences, which is looser, or
     infinity.
     """
-    parts = [(part, count) for event, count in charges if count for part in _parts(event)]
+    parts = [(part, count) for event, count in charges if count for part in mechanisms(event)]
     found = _epsilon(parts, delta)
     return proven.composed_epsilon(proven.compose(parts), delta).upper if found is None else found
 
@@ -251,24 +244,21 @@ def accepted_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> floa
     accepted: Counter[_Accepted] = Counter()
     others: list[tuple[_Part, int]] = []
     for event, count in charges:
-        match event:
-            case Trial(update=SampledGaussian(sample_rate=q, noise_multiplier=sigma)) if event.gate:
-                proven.check_one_record(event)
-                accepted[_Accepted(proven.SelectiveUpdate.of(q, sigma, event.gate))] += count
-            case _:
-                others += [(part, count) for part in _parts(event) if count]
+        selected = proven.selected_update(event)
+        if selected is not None:
+            accepted[_Accepted(selected)] += count
+        elif count:
+            others += [(part, count) for part in mechanisms(event)]
     parts = [*((part, count) for part, count in accepted.items() if count), *others]
     updates = [part.update for part, _ in parts if isinstance(part, _Accepted)]
     store = proven.known(updates[0]) if updates else None
-    label = f"{PROFILES} {BLOCK} {code()} {float(delta).hex()} {parts!r}"
+    upper, label = math.inf, f"{PROFILES} {BLOCK} {code()} {float(delta).hex()} {parts!r}"
     value = None if store is None else store.get(label)
     if value is not None:
         return value.upper
-    try:
+    with suppress(_NotComputableError):
         found = _epsilon(parts, delta)
-    except _NotComputableError:
-        found = None
-    upper = math.inf if found is None else found
+        upper = upper if found is None else found
     if store is not None:
         store.put(label, Interval(0.0, upper))
         store.flush()
@@ -289,7 +279,7 @@ def _epsilon(parts: Sequence[tuple[_Part, int]], delta: float) -> float | None:
 
 def composed_delta(charges: Sequence[tuple[Event, int]], epsilon: float) -> float:
     """Delta at an epsilon, of the same events; 1 where distributions cannot be computed."""
-    parts = [(part, count) for event, count in charges if count for part in _parts(event)]
+    parts = [(part, count) for event, count in charges if count for part in mechanisms(event)]
     if not parts:
         return 0.0
     if any(isinstance(part, NonPrivate) for part, _ in parts):

@@ -28,13 +28,13 @@ from dpsur.privacy.accountants.selective.store import Store
 from dpsur.privacy.events import (
     Event,
     Gaussian,
-    LossTest,
     Menu,
     NoisyChoice,
     NonPrivate,
     SampledGaussian,
     Test,
     Trial,
+    mechanisms,
 )
 
 DIRECTIONS: tuple[Direction, ...] = ("add", "remove")
@@ -89,8 +89,8 @@ class EpsilonBounds:
 
     lower: float
     upper: float
-    direction: Direction
-    order: float
+    direction: Direction = "add"
+    order: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,12 @@ class Composition:
     precision: float = 0.0
 
     def __post_init__(self) -> None:
-        for _, count in self.updates:
-            _check_count(count)
+        for _, count in self.updates:  # a negative one would be a credit
+            checks.non_negative("the number of times an event happens", count)
 
     def divergence(self, order: float, direction: Direction, accuracy: Accuracy) -> Interval:
         rest = order * self.precision / 2
-        parts = [
-            (count, _divergence(update, order, direction, accuracy))
-            for update, count in self.updates
-            if count
-        ]
+        parts = [(n, _divergence(one, order, direction, accuracy)) for one, n in self.updates if n]
         lower = math.fsum(count * part.lower for count, part in parts) + rest
         upper = math.fsum(count * part.upper for count, part in parts) + rest
         return Interval(lower, upper * (1.0 + 1e-14))
@@ -125,60 +121,57 @@ def compose(charges: Sequence[tuple[Event, int]]) -> Composition:
     updates: list[tuple[SelectiveUpdate, int]] = []
     precision = 0.0
     for event, count in charges:
-        _check_count(count)
-        match event:
-            case Gaussian(noise_multiplier=sigma):
-                precision += count * events.precision(sigma) if count else 0.0
-            case NonPrivate() | Trial(update=NonPrivate()):
-                precision += math.inf if count else 0.0
-            case Trial(update=SampledGaussian() as update, test=None):
-                updates.append((_unselected(update), count))
-            case Trial(update=SampledGaussian() as update, test=NoisyChoice() as choice):
-                updates.append((_unselected(update), count))
-                precision += count * _choice_precision(choice)
-            case NoisyChoice():
-                precision += count * _choice_precision(event)
-            case Trial(update=SampledGaussian(sample_rate=q, noise_multiplier=sigma), test=test):
-                assert test is not None
-                assert not isinstance(test, NoisyChoice)
-                check_one_record(event)
-                updates.append((SelectiveUpdate.of(q, sigma, test), count))
-            case LossTest():
-                updates.append((_unselected(event.noisy_difference), count))
-            case SampledGaussian():
-                updates.append((_unselected(event), count))
-            case Menu():
-                updates.append((_unselected(event.worst), count * event.repeats))
-            case _:
-                raise InvalidInputError(f"unknown privacy event: {event!r}")
+        checks.non_negative("the number of times an event happens", count)
+        selected = selected_update(event)
+        if selected is not None:
+            updates.append((selected, count))
+            continue
+        for part in mechanisms(event):
+            times = count
+            match part:
+                case NonPrivate():
+                    precision += math.inf if count else 0.0
+                    continue
+                case Gaussian(noise_multiplier=sigma):
+                    precision += count * events.precision(sigma) if count else 0.0
+                    continue
+                case NoisyChoice():
+                    # A mechanism of range eta satisfies eta^2 / 8 zero-concentrated privacy (Dong
+                    # et al. 2020, arXiv:1909.13830; Cesar and Rogers 2021), as a Gaussian of
+                    # precision eta^2 / 4 does.
+                    precision += count * (part.amplified**2 / 4)
+                    continue
+                case SampledGaussian():
+                    one = part.as_one
+                case Menu():
+                    one, times = part.worst, count * part.repeats
+                case _:
+                    raise InvalidInputError(f"unknown privacy event: {part!r}")
+            updates.append(
+                (SelectiveUpdate(one.sample_rate, one.noise_multiplier, 0.0, 1.0), times)
+            )
     return Composition(tuple(updates), precision)
 
 
-def check_one_record(trial: Event) -> None:
-    """Refuse a gate over updates in which a person has several records: no theorem covers it."""
-    update = trial.update if isinstance(trial, Trial) else None
-    if isinstance(update, SampledGaussian) and update.records > 1:
+def selected_update(event: Event) -> SelectiveUpdate | None:
+    """The accepted update of a trial behind a gate; None of any other event.
+
+    No theorem covers a gate over updates in which a person has several records.
+    """
+    update = event.update if isinstance(event, Trial) else None
+    if (
+        not isinstance(event, Trial)
+        or event.gate is None
+        or not isinstance(update, SampledGaussian)
+    ):
+        return None
+    if update.records > 1:
         raise InvalidInputError(
             "a gate is not covered where records of a person join a batch one by one; sample "
             "by person, or train without a gate",
             code="not-covered",
         )
-
-
-def _check_count(count: int) -> None:
-    # A negative count would be a credit, and make epsilon too small without a word.
-    checks.non_negative("the number of times an event happens", count)
-
-
-def _choice_precision(choice: NoisyChoice) -> float:
-    # A mechanism of range eta satisfies eta^2 / 8 zero-concentrated privacy (Dong et al. 2020,
-    # arXiv:1909.13830; Cesar and Rogers 2021), as a Gaussian of precision eta^2 / 4 does.
-    return choice.amplified**2 / 4
-
-
-def _unselected(update: SampledGaussian) -> SelectiveUpdate:
-    one = update.as_one
-    return SelectiveUpdate(one.sample_rate, one.noise_multiplier, 0.0, 1.0)
+    return SelectiveUpdate.of(update.sample_rate, update.noise_multiplier, event.gate)
 
 
 @lru_cache(maxsize=4096)

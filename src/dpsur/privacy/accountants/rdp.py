@@ -25,6 +25,7 @@ from dpsur.privacy.events import (
     NonPrivate,
     SampledGaussian,
     Trial,
+    mechanisms,
     precision,
 )
 
@@ -147,11 +148,8 @@ def event_rdp(event: Event, alpha: int) -> float:
         case SampledGaussian():
             one = event.as_one
             return sampled_gaussian_rdp(one.sample_rate, one.noise_multiplier, alpha)
-        case LossTest():
-            return event_rdp(event.noisy_difference, alpha)
-        case Trial(update=update, test=test):
-            tested = 0.0 if test is None else event_rdp(test, alpha)
-            return event_rdp(update, alpha) + tested
+        case LossTest() | Trial():
+            return sum(event_rdp(part, alpha) for part in mechanisms(event))
     raise InvalidInputError(f"unknown privacy event: {event!r}")
 
 
