@@ -355,7 +355,7 @@ def test_single_updates_are_dominated_at_a_higher_price(monkeypatch):
     blocks = epsilon(ROW, 512)
     renyi = proven.composed_epsilon(proven.Composition(((ROW, 512),)), DELTA).upper
     monkeypatch.setattr(pld, "BLOCK", 1)
-    one_by_one = pld._epsilon([(pld._Accepted(ROW), 512)], DELTA)
+    one_by_one = pld._epsilon([(ROW, 512)], DELTA)
     assert one_by_one > renyi > 1.05 * blocks
 
 

@@ -8,6 +8,7 @@ from scipy.special import gammaln, log_ndtr, logsumexp
 
 from dpsur.errors import BudgetError
 from dpsur.privacy.accountants import pld, proven, rdp
+from dpsur.privacy.accountants.losses import sampled_gaussian
 from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, NoisyChoice, SampledGaussian, Trial
@@ -91,7 +92,7 @@ def test_a_plan_with_a_tiny_noise_is_refused(noise, test):
 
 
 def test_many_updates_in_two_stages_cost_what_they_cost_in_one():
-    distribution = pld._distribution(0.02, 3.0, 1e-3)
+    distribution = sampled_gaussian(SampledGaussian(0.02, 3.0), 1e-3)
     staged = distribution.repeated(10_000).repeated(2).composed(distribution.repeated(77))
     at_once = distribution.repeated(20_077)
     assert staged.epsilon(DELTA) == pytest.approx(at_once.epsilon(DELTA), rel=1e-6)
@@ -102,9 +103,9 @@ def test_many_updates_in_two_stages_cost_what_they_cost_in_one():
 def test_small_losses_are_not_rounded_up_to_whole_cells(q, sigma, count):
     event = SampledGaussian(q, sigma)
     found = pld.composed_epsilon([(event, count)], DELTA)
-    finer = pld._distribution(q, sigma, 1e-5).repeated(count).epsilon(DELTA)
+    finer = sampled_gaussian(SampledGaussian(q, sigma), 1e-5).repeated(count).epsilon(DELTA)
     assert finer <= found <= 1.02 * finer
-    coarse = pld._distribution(q, sigma, 1e-3).repeated(count).epsilon(DELTA)
+    coarse = sampled_gaussian(SampledGaussian(q, sigma), 1e-3).repeated(count).epsilon(DELTA)
     assert coarse > 1.05 * finer
 
 

@@ -10,7 +10,7 @@ dp-accounting and against integrals to many digits.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ from dpsur.privacy.events import SampledGaussian
 Floats = NDArray[np.float64]
 # Beyond this many standard deviations noise is rounded to an infinite loss (a chance of 1e-23).
 FARTHEST_NOISE = 10.0
+# More noise is charged as this much: its square is still a floating-point number.
+MOST_NOISE = 1e100
 # Where the ratio of two densities is looked up first, and steps to the place where it has a value.
 COARSE_PLACES, NEWTON_STEPS = 4097, 60
 # The chance that a composition rounds up to an infinite loss.
@@ -226,6 +228,7 @@ def _log_rest(epsilons: Floats, q: float) -> tuple[Floats, NDArray[np.bool_]]:
 
 
 def discretise(event: SampledGaussian, width: float, direction: Direction) -> Losses:
+    event = replace(event, noise_multiplier=min(event.noise_multiplier, MOST_NOISE))
     q, s = event.sample_rate, event.noise_multiplier
     ends = np.array([-FARTHEST_NOISE * s, event.records + FARTHEST_NOISE * s])
     if event.records > 1:

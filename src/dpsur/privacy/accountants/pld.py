@@ -99,8 +99,6 @@ MOST_CELLS = 2**20
 CELLS_OF_A_STEP = 3
 # Beyond this width there are too few floating-point numbers.
 WIDEST_CELL = 64.0
-# More noise is charged as this much: its square is still a floating-point number.
-MOST_NOISE = 1e100
 # Rounding of the transforms by which distributions are composed, per composed part and taken from
 # delta: some hundred times what is seen against closed forms (2e-13 after ten thousand parts).
 ROUNDING = 2.0**-47
@@ -109,17 +107,7 @@ PROFILES = "profiles-1"  # a stored figure belongs to one version of the computa
 BLOCK = 16
 
 
-class _Accepted(NamedTuple):
-    """An update that was released because a test accepted it; rejections are not charged."""
-
-    update: proven.SelectiveUpdate
-
-
-_Part = Event | _Accepted
-
-
-def _distribution(q: float, sigma: float, width: float, records: int = 1) -> LossDistribution:
-    return sampled_gaussian(SampledGaussian(q, min(sigma, MOST_NOISE), records), width)
+_Part = Event | proven.SelectiveUpdate
 
 
 @lru_cache(maxsize=64)
@@ -140,16 +128,15 @@ class _NotComputableError(Exception):
 
 def _composed(event: _Part, count: int, width: float) -> LossDistribution:
     match event:
-        case _Accepted(update=update):
+        case proven.SelectiveUpdate():
             blocks, rest = divmod(count, BLOCK)
-            parts = [_block(update, BLOCK, width).repeated(blocks)] if blocks else []
-            parts += [_block(update, rest, width)] if rest else []
+            parts = [_block(event, BLOCK, width).repeated(blocks)] if blocks else []
+            parts += [_block(event, rest, width)] if rest else []
             return parts[0] if len(parts) == 1 else parts[0].composed(parts[1])
-        case Gaussian(noise_multiplier=sigma):
-            # Not cached apart: a Gaussian composed with itself is a Gaussian.
-            return _distribution(1.0, sigma / math.sqrt(count), width)
-        case SampledGaussian(sample_rate=q, noise_multiplier=sigma, records=records):
-            return _distribution(q, sigma, width, records).repeated(count)
+        case Gaussian(noise_multiplier=sigma):  # composed with itself it is a Gaussian
+            return sampled_gaussian(SampledGaussian(1.0, sigma / math.sqrt(count)), width)
+        case SampledGaussian():
+            return sampled_gaussian(event, width).repeated(count)
         case NoisyChoice():
             return pure(event.amplified, width).repeated(count)
         case Menu():
@@ -172,11 +159,11 @@ def _shape(event: _Part, count: int) -> _Shape:
         case Menu(choices=choices, repeats=repeats):
             shapes = [_shape(choice, repeats * count) for choice in choices]
             return _Shape(min(one.step for one in shapes), max(one.reach for one in shapes))
-        case _Accepted(update=update):
-            whole = proven.Composition(((update, 1),))
+        case proven.SelectiveUpdate(noise_multiplier=sigma):
+            whole = proven.Composition(((event, 1),))
             mean = max(whole.divergence(2.0, d, COARSE).upper for d in proven.DIRECTIONS)
             variance = math.expm1(min(mean, 50.0))
-            largest = precision(update.noise_multiplier) / 2 + 10 / update.noise_multiplier
+            largest = precision(sigma) / 2 + 10 / sigma
             together = min(count, BLOCK)
         case SampledGaussian(records=records) if records > 1:
             counts, chances = joining(event)
@@ -199,7 +186,7 @@ def _shape(event: _Part, count: int) -> _Shape:
         case _:
             return _Shape(math.inf, 0.0)
     reach = count * mean + 8 * math.sqrt(count * variance) + largest
-    alone = count == 1 and not isinstance(event, _Accepted)
+    alone = count == 1 and not isinstance(event, proven.SelectiveUpdate)
     return _Shape(math.inf if alone else math.sqrt(variance * together), reach)
 
 
@@ -241,17 +228,16 @@ def accepted_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> floa
     Formal guarantee: as of `composed_epsilon`, for the sequence of accepted updates together with
     the other events. Infinite where distributions cannot be computed.
     """
-    accepted: Counter[_Accepted] = Counter()
+    accepted: Counter[proven.SelectiveUpdate] = Counter()
     others: list[tuple[_Part, int]] = []
     for event, count in charges:
         selected = proven.selected_update(event)
         if selected is not None:
-            accepted[_Accepted(selected)] += count
+            accepted[selected] += count
         elif count:
             others += [(part, count) for part in mechanisms(event)]
     parts = [*((part, count) for part, count in accepted.items() if count), *others]
-    updates = [part.update for part, _ in parts if isinstance(part, _Accepted)]
-    store = proven.known(updates[0]) if updates else None
+    store = proven.known(next(iter(accepted))) if any(accepted.values()) else None
     upper, label = math.inf, f"{PROFILES} {BLOCK} {code()} {float(delta).hex()} {parts!r}"
     value = None if store is None else store.get(label)
     if value is not None:

@@ -6,6 +6,7 @@ of them cost T times that; docs/privacy.md proves it.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -40,9 +41,6 @@ from dpsur.privacy.events import (
 DIRECTIONS: tuple[Direction, ...] = ("add", "remove")
 # Orders 1.02 to 479; the best one is then refined between its neighbours.
 COARSE_ORDERS = tuple(1.0 + 0.02 * 1.55**k for k in range(24))
-# Where the last search on the coarse grid ended, for each direction: similar compositions have
-# similar orders, so the next search begins there. It saves time and decides nothing.
-_last_place: dict[Direction, int] = {}
 _GOLDEN = 0.5 * (math.sqrt(5.0) - 1.0)
 _ORDER_TOLERANCE = 0.05  # in log(order - 1), around a minimum that is flat
 LARGEST_RATIO = 1e100  # of acceptance probabilities: rounding larger ones would overflow
@@ -238,9 +236,15 @@ class _Search:
         return self._seen[order]
 
     def best(self) -> EpsilonBounds:
-        middle = self._coarse()
+        @cache
+        def rough(index: int) -> float:
+            return self._epsilon(COARSE_ORDERS[index], self._rough).upper
+
+        # ties, as between infinities, go to smaller orders
+        last = len(COARSE_ORDERS) - 1
+        middle = bisect_left(range(last), True, key=lambda i: rough(i) <= rough(i + 1))
         low = math.log(COARSE_ORDERS[max(middle - 1, 0)] - 1.0)
-        high = math.log(COARSE_ORDERS[min(middle + 1, len(COARSE_ORDERS) - 1)] - 1.0)
+        high = math.log(COARSE_ORDERS[min(middle + 1, last)] - 1.0)
         left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
         while high - low > _ORDER_TOLERANCE:
             if self._upper(left) <= self._upper(right):
@@ -259,33 +263,6 @@ class _Search:
 
     def _upper(self, log_excess: float) -> float:
         return self.at(1.0 + math.exp(log_excess)).upper
-
-    def _coarse(self) -> int:
-        """The best place on the coarse grid: downhill from the last one, otherwise by thirds."""
-
-        @cache
-        def rough(index: int) -> float:
-            if not 0 <= index < len(COARSE_ORDERS):
-                return math.inf
-            return self._epsilon(COARSE_ORDERS[index], self._rough).upper
-
-        place = _last_place.get(self._direction)
-        while place is not None and rough(place) < math.inf:
-            lower = min((place - 1, place + 1), key=rough)
-            if rough(lower) > rough(place):
-                break
-            place = lower if rough(lower) < rough(place) else None
-        else:
-            low, high = 0, len(COARSE_ORDERS) - 1
-            while high - low > 2:
-                left, right = low + (high - low) // 3, high - (high - low) // 3
-                if rough(left) <= rough(right):  # ties, as between infinities, go to smaller orders
-                    high = right
-                else:
-                    low = left
-            place = min(range(low, high + 1), key=rough)
-        _last_place[self._direction] = place
-        return place
 
 
 @lru_cache(maxsize=256)
