@@ -82,19 +82,12 @@ class LedgerTotal:
 
 @dataclass(frozen=True)
 class Booking:
-    """What one run may spend: mechanisms or, where it is known as a whole only, (epsilon, delta).
+    """What one run may spend: mechanisms or, known as a whole only, an (epsilon, delta)."""
 
-    Attributes:
-        id: of the run, for resuming it.
-        at: when it was booked.
-        data: the digest of its data.
-        what: the method.
-    """
-
-    id: str
+    id: str  # of the run, for resuming it
     at: str
-    data: str
-    what: str
+    data: str  # the digest of its data
+    what: str  # the method
     charges: Charges
     epsilon: float = 0.0
     delta: float = 0.0
@@ -121,15 +114,11 @@ class DataLedger:
             raise InvalidInputError(f"{path} exists; a ledger is never written over") from None
         except OSError as error:
             raise FileError(f"{path} cannot be created ({error.strerror})") from error
+        facts = {"format": FORMAT, "unit": unit, "key": secrets.token_hex(32)}
+        facts["place"] = _place(ledger.path)
         with closing(ledger._open()) as database:
             database.execute("PRAGMA journal_mode=WAL")
             database.executescript(_TABLES)
-            facts = {
-                "format": FORMAT,
-                "unit": unit,
-                "key": secrets.token_hex(32),
-                "place": _place(ledger.path),
-            }
             with _transaction(database):
                 database.executemany("INSERT INTO facts VALUES (?, ?)", facts.items())
                 if total is not None:
@@ -151,8 +140,7 @@ class DataLedger:
     def totals(self) -> list[tuple[str, LedgerTotal]]:
         """All totals that were ever set, with their dates."""
         with self._connected() as database:
-            rows = database.execute("SELECT * FROM totals ORDER BY rowid").fetchall()
-        return [(row[0], LedgerTotal(*row[1:])) for row in rows]
+            return _totals(database)
 
     def bookings(self) -> list[Booking]:
         with self._connected() as database:
@@ -187,16 +175,15 @@ class DataLedger:
                 )
             digest = hashlib.blake2b(data, key=bytes.fromhex(facts["key"]), digest_size=8)
             digest.update(unit.encode())
-            new = Booking(
-                secrets.token_hex(8), _now(), digest.hexdigest(), what, charges, epsilon, delta
-            )
+            named = (secrets.token_hex(8), _now(), digest.hexdigest(), what)
             total = _total(database)
             if total is not None:
+                new = Booking(*named, charges, epsilon, delta)
                 _check_fits([*_bookings(database), new], total, "this run")
             written = json.dumps([[event_to_json(event), count] for event, count in charges])
-            row = (new.id, new.at, new.data, what, written, epsilon, delta)
+            row = (*named, written, epsilon, delta)
             database.execute("INSERT INTO bookings VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-        return new.id
+        return named[0]
 
     def holds(self, booking: str) -> bool:
         with self._connected() as database:
@@ -214,13 +201,9 @@ class DataLedger:
     # The file
 
     def _open(self) -> sqlite3.Connection:
+        file = f"file:{self.path.absolute()}?mode=rw"
         try:
-            database = sqlite3.connect(
-                f"file:{self.path.absolute()}?mode=rw",
-                uri=True,
-                timeout=_WAIT,
-                isolation_level=None,
-            )
+            database = sqlite3.connect(file, uri=True, timeout=_WAIT, isolation_level=None)
             database.execute("PRAGMA synchronous=FULL")
         except sqlite3.OperationalError:
             raise FileError(
@@ -269,9 +252,8 @@ def spent_adaptively(bookings: Iterable[Booking], total: LedgerTotal) -> float:
     """Epsilon of all bookings at the order of a total, whatever their settings follow from."""
     order = total.filter().order
     divergence, kept = _at_order(list(bookings), order)
-    if kept > KEPT * total.delta:
-        return math.inf
-    return epsilon_at(order, divergence, (1 - KEPT) * total.delta)
+    fits = kept <= KEPT * total.delta
+    return epsilon_at(order, divergence, (1 - KEPT) * total.delta) if fits else math.inf
 
 
 def share_used(bookings: Iterable[Booking], total: LedgerTotal) -> float:
@@ -283,8 +265,7 @@ def share_used(bookings: Iterable[Booking], total: LedgerTotal) -> float:
 def _at_order(bookings: Sequence[Booking], order: float) -> tuple[float, float]:
     """The Rényi divergence of all bookings at an order, and the deltas beside it."""
     charges = _joined(bookings)
-    deltas = math.fsum(each.delta for each in bookings)
-    deltas += noise_tail(charges, verdicts_charged=True)
+    deltas = math.fsum(each.delta for each in bookings) + noise_tail(charges, verdicts_charged=True)
     if any(isinstance(event, NonPrivate) for event, _ in charges):
         return math.inf, deltas
     parts = [count * event_divergence(event, order) for event, count in charges]
@@ -350,11 +331,13 @@ def _no_ledger() -> InvalidInputError:
     return InvalidInputError("this file is not a ledger of dpsur", code="unknown-format")
 
 
+def _totals(database: sqlite3.Connection) -> list[tuple[str, LedgerTotal]]:
+    rows = database.execute("SELECT * FROM totals ORDER BY rowid").fetchall()
+    return [(row[0], LedgerTotal(*row[1:])) for row in rows]
+
+
 def _total(database: sqlite3.Connection) -> LedgerTotal | None:
-    row = database.execute(
-        "SELECT epsilon, delta, rule FROM totals ORDER BY rowid DESC LIMIT 1"
-    ).fetchone()
-    return None if row is None else LedgerTotal(*row)
+    return next((total for _, total in reversed(_totals(database))), None)
 
 
 def _set(database: sqlite3.Connection, total: LedgerTotal) -> None:

@@ -92,19 +92,18 @@ def _promise(words: Words, guarantee: Mapping[str, Any]) -> str:
 
 def _result_rows(words: Words, statement: Mapping[str, Any]) -> Rows:
     rows: Rows = []
-    target = statement["public"].get("schema", {}).get("target", {})
-    for name, column in target.items():
+    for name, column in statement["public"].get("schema", {}).get("target", {}).items():
         if column["kind"] == "category":
             values = ", ".join(str(value) for value in column["values"][:20])
             rows += words.rows("classes in order", name=name, values=values)
-    test = statement.get("test")
-    if test is None:
-        return rows
-    scores = {name: value for name, value in test["scores"].items() if value is not None}
-    if "log_loss" in scores:  # which the mean loss is then
-        scores.pop("loss", None)
-    rows += words.rows("test records", records=test["records"])
-    return [*rows, *((name.replace("_", " "), _plain(value)) for name, value in scores.items())]
+    if "test" in statement:
+        test = statement["test"]
+        rows += words.rows("test records", records=test["records"])
+        scores = {name: value for name, value in test["scores"].items() if value is not None}
+        if "log_loss" in scores:  # which the mean loss is then
+            scores.pop("loss", None)
+        rows += [(name.replace("_", " "), _plain(value)) for name, value in scores.items()]
+    return rows
 
 
 def _assumptions(words: Words, statement: Mapping[str, Any]) -> str:
@@ -114,12 +113,7 @@ def _assumptions(words: Words, statement: Mapping[str, Any]) -> str:
         return ""
     limits = [statement["tuning"], statement["arithmetic"]]
     limits += [*statement["side_channels"], *statement["not_covered"]]
-    return words(
-        "assumptions",
-        assumes=guarantee["assumes"],
-        theorem=guarantee["theorem"],
-        not_covered=_items(limits),
-    )
+    return words("assumptions", **{**guarantee, "not_covered": _items(limits)})
 
 
 def _guarantee_rows(words: Words, statement: Mapping[str, Any]) -> Rows:
@@ -131,11 +125,11 @@ def _guarantee_rows(words: Words, statement: Mapping[str, Any]) -> Rows:
     if not _is_private(guarantee):
         return [*words.rows("no privacy", nothing=words["no guarantee"]), *size, *released]
     kind = "proved" if guarantee["proved"] else "claimed"
-    rows = words.rows("row definition", definition=guarantee["definition"])
+    rows = words.rows("row definition", **guarantee)
     rows += words.rows("row unit", unit=statement["unit"])
     rows += words.rows("row adjacency", adjacency=statement["adjacency"])
-    rows += [*size, *_public_rows(words, statement["public"], statement["method"])]
-    rows += words.rows(f"accounting {kind}", accounting=guarantee["accounting"])
+    rows += [*size, *_public_rows(words, public, statement["method"])]
+    rows += words.rows(f"accounting {kind}", **guarantee)
     rows += words.rows("budget", **statement["budget"])
     for name in FIGURES:
         if name in figures:
@@ -149,13 +143,13 @@ def _public_rows(words: Words, public: Mapping[str, Any], method: str) -> Rows:
     """What the user declared; it is not read off the records, and epsilon does not cover it."""
     rows: Rows = []
     if "classes" in public:
-        rows += words.rows("classes", classes=public["classes"])
+        rows += words.rows("classes", **public)
     if "labels" in public:
         rows += words.rows("classes", classes=", ".join(map(str, public["labels"])))
     if "inputs" in public:
-        shape = public["inputs"].get("shape", [public["inputs"].get("dimension")])
-        sizes = " x ".join(map(str, shape))
-        rows += words.rows("inputs", kind=public["inputs"]["kind"], sizes=sizes)
+        inputs = public["inputs"]
+        sizes = " x ".join(map(str, inputs.get("shape", [inputs.get("dimension")])))
+        rows += words.rows("inputs", kind=inputs["kind"], sizes=sizes)
     if RECORDS_PER_PERSON in public:
         own = f"{RECORDS_PER_PERSON} {method}"
         name = own if own in words else RECORDS_PER_PERSON
@@ -186,10 +180,8 @@ def _mechanism_rows(words: Words, statement: Mapping[str, Any]) -> Rows:
     update, test = mechanism["trial"]["update"], mechanism["trial"]["test"]
     rows = words.rows("method", method=statement["method"])
     rows += words.rows("sampler", sampler=statement["sampler"])
-    by_test = settings.get("max_grad_norm", 0.0) is None
-    clip = words["clip by test"]
-    if not by_test and "max_grad_norm" in settings:
-        clip = words("clip", clip=settings["max_grad_norm"])
+    bound = settings.get("max_grad_norm")
+    clip = words["clip by test"] if bound is None else words("clip", clip=bound)
     if mechanism["filter"] is not None:
         chosen = mechanism["filter"]
         count = sum(row["charged"] for row in chosen["steps"])
@@ -229,20 +221,13 @@ def _sampled(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _menu_rows(words: Words, chosen: Mapping[str, Any], clip: str) -> Rows:
-    choices = chosen["offer"]["choices"]
-    rates = [choice["sample_rate"] for choice in choices]
-    noises = [choice["noise_multiplier"] for choice in choices]
-    offered = words.rows(
-        "menu",
-        count=len(choices),
-        least_rate=min(rates),
-        most_rate=max(rates),
-        least_noise=min(noises),
-        most_noise=max(noises),
-        clip=clip,
-    )
-    repeats = chosen["offer"]["repeats"]
-    return [*offered, *words.rows("steering", repeats=repeats, **_sampled(chosen["steering"]))]
+    choices, repeats = chosen["offer"]["choices"], chosen["offer"]["repeats"]
+    ends: dict[str, float] = {}
+    for name, key in (("rate", "sample_rate"), ("noise", "noise_multiplier")):
+        offered = [choice[key] for choice in choices]
+        ends |= {f"least_{name}": min(offered), f"most_{name}": max(offered)}
+    rows = words.rows("menu", count=len(choices), clip=clip, **ends)
+    return [*rows, *words.rows("steering", repeats=repeats, **_sampled(chosen["steering"]))]
 
 
 def _block_rows(words: Words, mechanism: Mapping[str, Any], clip: str) -> Rows:
@@ -259,15 +244,13 @@ def _block_rows(words: Words, mechanism: Mapping[str, Any], clip: str) -> Rows:
 
 
 def _metrics(words: Words, statement: Mapping[str, Any]) -> str:
-    if "metrics" not in statement:
-        return ""
     rows = []
-    for row in statement["metrics"]:
+    for row in statement.get("metrics", []):
         rate = "" if row["learning_rate"] is None else f"{row['learning_rate']:.4g}"
         spread = row["standard_error"]
         error = "" if spread is None else words("error", error=spread)
         rows.append(words("metric", **{**row, "rate": rate, "error": error}))
-    return words("metrics", rows="\n".join(rows))
+    return words("metrics", rows="\n".join(rows)) if "metrics" in statement else ""
 
 
 def _holdout(words: Words, statement: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from dpsur.environment import ABSENT, package_version
 from dpsur.privacy.accountants import pld
 from dpsur.privacy.accountants.losses import joining
-from dpsur.privacy.accounting import Accounting, Charges, accounting_named
+from dpsur.privacy.accounting import ACCOUNTINGS, Accounting, Charges
 from dpsur.privacy.events import (
     Event,
     Gaussian,
@@ -96,9 +96,9 @@ def statement_opinions(
     charges: Charges = plan.charges()
     if plan.filter is not None:  # it has one figure, for the steps that were made
         own = plan.accounting.replace("-", "_")
-        steps = mechanism["filter"]["steps"]
-        made = [(event_from_json(row["step"]), row["charged"]) for row in steps]
-        charges = [*((event, 1) for event in plan.setup), *made]
+        charges = [(event, 1) for event in plan.setup]
+        for row in mechanism["filter"]["steps"]:
+            charges.append((event_from_json(row["step"]), row["charged"]))
         stated = {own: stated.get(own)}
     figures = {key: (epsilon, charges) for key, epsilon in stated.items() if epsilon is not None}
     return opinions(figures, plan.budget.delta, filtered=plan.filter is not None)
@@ -113,13 +113,10 @@ def opinions(
     """
     found: dict[Opinion, tuple[str, ...]] = {}
     for name, (epsilon, charges) in figures.items():
-        if name == "proven_lower" or not math.isfinite(epsilon):
-            continue
-        accounting = accounting_named(name.replace("_", "-"))
-        if not accounting.proved:
-            continue
-        given = _opinion(epsilon, charges, accounting, delta, filtered)
-        found[given] = (*found.get(given, ()), name)
+        accounting = ACCOUNTINGS.get(name.replace("_", "-"))  # none of a lower end
+        if accounting is not None and accounting.proved and math.isfinite(epsilon):
+            given = _opinion(epsilon, charges, accounting, delta, filtered)
+            found[given] = (*found.get(given, ()), name)
     return [replace(given, figures=names) for given, names in found.items()]
 
 
@@ -130,12 +127,15 @@ def _opinion(
     selected = not accounting.verdicts_charged
     made = [event for event, count in charges if count]
     trials = [event for event in made if isinstance(event, Trial)]
-    instead = ONE_CHOICE if any(isinstance(event, Menu) for event in made) else None
-    if any(isinstance(trial.test, NoisyChoice) for trial in trials):
-        instead = WITHOUT_CHOICES
-    if selected and any(trial.gate is not None for trial in trials):
+    instead = None
+    if filtered:
+        instead = AS_FIXED
+    elif selected and any(trial.gate is not None for trial in trials):
         instead = UNSELECTED
-    instead = AS_FIXED if filtered else instead
+    elif any(isinstance(trial.test, NoisyChoice) for trial in trials):
+        instead = WITHOUT_CHOICES
+    elif any(isinstance(event, Menu) for event in made):
+        instead = ONE_CHOICE
     left = delta - accounting.noise_tail(charges)
     answer = Opinion((), epsilon, f"dp-accounting {installed}", None, instead)
     if installed == ABSENT:

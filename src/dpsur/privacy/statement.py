@@ -107,13 +107,13 @@ def counted_by(statement: Mapping[str, Any]) -> str:
 
 def words_of(statement: Mapping[str, Any]) -> Words:
     version = statement["texts"]
-    if type(version) is not int or version not in TEXTS:
-        raise InvalidInputError(
-            f"texts {version!r} are of no version that this installation has (1 to {latest()}); "
-            "update dpsur",
-            code="unknown-format",
-        )
-    return TEXTS[version]
+    if type(version) is int and version in TEXTS:
+        return TEXTS[version]
+    raise InvalidInputError(
+        f"texts {version!r} are of no version that this installation has (1 to {latest()}); "
+        "update dpsur",
+        code="unknown-format",
+    )
 
 
 @dataclass(frozen=True)
@@ -291,15 +291,10 @@ def warnings_of(statement: Mapping[str, Any]) -> list[str]:
     if delta > 1 / size:
         warnings.append(words("large delta", delta=delta, most=1 / size, size=size))
     if not accounting_named(guarantee["accounting"]).proved:
-        proven = statement["epsilon"]["proven"]
-        warnings.append(
-            words(
-                "unproved",
-                accounting=guarantee["accounting"],
-                claimed=format_epsilon(guarantee["epsilon"]),
-                proven=words["not computed"] if proven is None else format_epsilon(proven),
-            )
-        )
+        claimed, proven = format_epsilon(guarantee["epsilon"]), statement["epsilon"]["proven"]
+        shown = words["not computed"] if proven is None else format_epsilon(proven)
+        named = guarantee["accounting"]
+        warnings.append(words("unproved", accounting=named, claimed=claimed, proven=shown))
     if statement["random"]["seeded"]:
         warnings.append(words["seeded"])
     return warnings
@@ -350,12 +345,9 @@ def stated_mechanism(plan: Plan, ledger: Ledger) -> dict[str, Any]:
     if plan.filter is not None:
         steered = {"order": plan.filter.order, "allowance": plan.filter.allowance}
     if plan.steered:
+        charged = "updates" if plan.charges_accepted else "trials"
         steered["steps"] = [
-            {
-                "step": event_to_json(entry.step),
-                "charged": entry.updates if plan.charges_accepted else entry.trials,
-            }
-            for entry in ledger.entries
+            {"step": row["step"], "charged": row[charged]} for row in ledger.to_json()["entries"]
         ]
         found["filter" if plan.filter else "blocks" if plan.tests else "menu"] = steered
     return found
@@ -363,54 +355,45 @@ def stated_mechanism(plan: Plan, ledger: Ledger) -> dict[str, Any]:
 
 def plan_from_statement(statement: Mapping[str, Any]) -> Plan:
     """The plan that a privacy statement describes, made anew from its mechanism and budget."""
-    mechanism, budget = statement["mechanism"], statement["budget"]
+    mechanism, trial = statement["mechanism"], statement["mechanism"]["trial"]
     found = mechanism.get("menu", mechanism.get("blocks", {}))
-    allowed = mechanism["filter"]
-    updates = mechanism["updates"]
-    step = found.get("offer", mechanism["trial"])
-    counts = ACCEPTED
-    cap = mechanism["trial_cap"]
-    if updates is None:
-        counts, cap = TRIALS, mechanism["trials"]
-    test = mechanism["trial"]["test"]
-    gated = test is not None and test["kind"] != NoisyChoice.__name__  # which rejects nothing
+    allowed, updates = mechanism["filter"], mechanism["updates"]
+    cap = mechanism["trials" if updates is None else "trial_cap"]
+    phase = {
+        "step": found.get("offer", trial),
+        "counts": TRIALS if updates is None else ACCEPTED,
+        "test": found.get("test"),
+        "steering": found.get("steering"),
+    }
+    # a choice rejects nothing
+    gated = trial["test"] is not None and trial["test"]["kind"] != NoisyChoice.__name__
     if allowed is None and (updates is None or not gated):
         updates, cap = (cap if updates is None else updates), None
-    sizes = found.get("updates", [updates])
-    values = {
-        **budget,
-        "accounting": statement["guarantee"]["accounting"],
-        "phases": [
-            {
-                "step": step,
-                "count": size,
-                "counts": counts,
-                "cap": cap,
-                "test": found.get("test"),
-                "steering": found.get("steering"),
-            }
-            for size in sizes
-        ],
-        "filter": None
-        if allowed is None
-        else {name: allowed[name] for name in ("order", "allowance")},
-        "setup": mechanism["setup"],
-        "on_reject": mechanism["on_reject"],
-        "to_the_cap": mechanism["to_the_cap"],
-        "searches": found.get("searches", False),
-        "may_stop": found.get("may_stop", False),
-    }
-    return Plan.from_json(values)
+    else:
+        allowed = allowed and {name: allowed[name] for name in ("order", "allowance")}
+    return Plan.from_json(
+        {
+            **statement["budget"],
+            "accounting": statement["guarantee"]["accounting"],
+            "phases": [
+                {**phase, "count": size, "cap": cap} for size in found.get("updates", [updates])
+            ],
+            "filter": allowed,
+            "setup": mechanism["setup"],
+            "on_reject": mechanism["on_reject"],
+            "to_the_cap": mechanism["to_the_cap"],
+            "searches": found.get("searches", False),
+            "may_stop": found.get("may_stop", False),
+        }
+    )
 
 
 def stated_ledger(statement: Mapping[str, Any]) -> Ledger:
     """The steps that a statement lists, as if all had been accepted; none if all were fixed."""
     mechanism = statement["mechanism"]
     steered = mechanism.get("menu", mechanism.get("blocks", mechanism["filter"]))
-    rows = [
-        {"step": row["step"], "trials": row["charged"], "updates": row["charged"]}
-        for row in ([] if steered is None else steered["steps"])
-    ]
+    steps = [] if steered is None else steered["steps"]
+    rows = [{**row, "trials": row["charged"], "updates": row["charged"]} for row in steps]
     return Ledger.from_json({"setup": mechanism["setup"], "entries": rows})
 
 
@@ -422,8 +405,7 @@ def stated_holdout(
     if not isinstance(event, Gaussian):
         raise InvalidInputError("holdout.event is not a Gaussian mechanism")
     return {
-        "fraction": held["fraction"],
-        "records": held["records"],
+        **{name: held[name] for name in ("fraction", "records")},
         "event": event_to_json(event),
         "epsilon": holdout_cost(event.noise_multiplier, delta),
         "composition": TEXTS[latest() if texts is None else texts]["holdout composition"],

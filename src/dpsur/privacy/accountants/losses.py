@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy.fft import irfft, next_fast_len, rfft
-from scipy.special import gammaln, log_ndtr, ndtr
+from scipy.special import gammaln, log_ndtr, logsumexp, ndtr
 
 from dpsur.privacy.accountants.selective.pair import Direction
 from dpsur.privacy.events import SampledGaussian
@@ -306,16 +306,11 @@ def ends(chances: Floats, count: int) -> tuple[int, int]:
     with np.errstate(divide="ignore"):
         logs = np.log(chances)
     below, above = (
-        min((count * _log_sum(tilt * side + logs) + unlikely) / tilt for tilt in tilts)
+        min((count * float(logsumexp(tilt * side + logs)) + unlikely) / tilt for tilt in tilts)
         for side in (mean - cells, cells - mean)
     )
     low, high = count * mean - below, count * mean + above
     return math.floor(max(low, 0)), math.ceil(min(high, (len(chances) - 1) * count))
-
-
-def _log_sum(logs: Floats) -> float:
-    most = float(logs.max())
-    return most + math.log(float(np.exp(logs - most).sum()))
 
 
 def delta_at(losses: Losses, width: float, epsilon: float) -> float:

@@ -137,8 +137,8 @@ def log_excess(f: Frame, height: float, slope: float, lean: float, margin: float
 def _peak(f: Frame, line: Line, lo: float, hi: float) -> float:
     if not math.isfinite(line.height):
         return math.inf
-    candidates = [lo, hi, *_stationary(f, line.slope, line.height, lo, hi)]
-    return max(log_excess(f, line.height, line.slope, c, RELATIVE) for c in candidates)
+    places = [lo, hi, *_stationary(f, line.slope, line.height, lo, hi)]
+    return max(log_excess(f, line.height, line.slope, place, RELATIVE) for place in places)
 
 
 def _stationary(f: Frame, slope: float, height: float, lo: float, hi: float) -> list[float]:
@@ -149,16 +149,15 @@ def _stationary(f: Frame, slope: float, height: float, lo: float, hi: float) -> 
     return [place] if lo < place < hi else []
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """An interval of rho - 1 between two attained points, and the lines that bound it."""
 
+    bound: float
+    roof: tuple[Line, Line]
     lo: float
     hi: float
     left: Line  # attained points next to the interval
     right: Line
-    roof: tuple[Line, Line]
-    bound: float
 
 
 def _under(f: Frame, roof: tuple[Line, Line], lo: float, hi: float) -> float:
@@ -179,8 +178,8 @@ def _piece(
     f: Frame, lo: float, hi: float, left: Line, right: Line, roofs: list[tuple[Line, Line]]
 ) -> _Piece:
     """Takes the best roof: steep lines carry wide margins and may be worse than older ones."""
-    bound, k = min((_under(f, roof, lo, hi), k) for k, roof in enumerate(roofs))
-    return _Piece(lo, hi, left, right, roofs[k], bound)
+    bounds = [_under(f, roof, lo, hi) for roof in roofs]
+    return _Piece(min(bounds), roofs[bounds.index(min(bounds))], lo, hi, left, right)
 
 
 def envelope(f: Frame, tolerance: float) -> Envelope:
@@ -217,11 +216,11 @@ def envelope(f: Frame, tolerance: float) -> Envelope:
         if piece.bound <= max(best, closed) + tolerance:
             break
         pieces.remove(piece)
-        a, b, left, right = piece.lo, piece.hi, piece.left, piece.right
+        bound, old, a, b, left, right = piece
         run = right.lean - left.lean
         slope = (right.level - left.level) / run if run > 0 else math.nan
         if not math.isfinite(slope):
-            closed = max(closed, piece.bound)
+            closed = max(closed, bound)
             continue
         chord = left.level - slope * left.lean
         new = tangent(f, slope, chord)
@@ -232,9 +231,8 @@ def envelope(f: Frame, tolerance: float) -> Envelope:
             best = max(best, log_excess(f, chord, slope, place))
         if not a < new.lean < b or new.lean - a < 1e-12 * (b - a) or b - new.lean < 1e-12 * (b - a):
             # the concave function is this chord: the new line is the last word on the piece
-            closed = max(closed, min(piece.bound, _peak(f, new, a, b)))
+            closed = max(closed, min(bound, _peak(f, new, a, b)))
             continue
-        old = piece.roof
         pieces.append(_piece(f, a, new.lean, left, new, [(old[0], new), old]))
         pieces.append(_piece(f, new.lean, b, new, right, [(new, old[1]), old]))
     top = max([closed, *(p.bound for p in pieces)])
@@ -389,29 +387,19 @@ def divergence(
     low, high = 0.0, crude(s, r, alpha)
 
     def narrowed(lower: float, upper: float) -> tuple[float, float]:
-        """The interval so far, narrowed by what was found."""
-        found_low, found_high = low, high
-        if not math.isnan(lower):
-            size = float(np.logaddexp(0.0, lower)) / (alpha - 1.0)
-            found_low = max(low, size * (1.0 - 1e-12))
-        if not math.isnan(upper):
-            size = float(np.logaddexp(0.0, upper)) / (alpha - 1.0)
-            found_high = min(high, size * (1.0 + 1e-12))
-        return found_low, found_high
+        """The interval so far, narrowed by what was found; nan narrows nothing."""
+        least, most = (float(np.logaddexp(0.0, x)) / (alpha - 1.0) for x in (lower, upper))
+        return max(low, least * (1.0 - 1e-12)), min(high, most * (1.0 + 1e-12))
 
     def enough(upper: float, lower: float) -> bool:
         """Whether no other mesh follows, so that a better attack would change nothing."""
-        if 2 * nodes > accuracy.most_nodes:
-            return True
         found_low, found_high = narrowed(lower, upper)
-        return found_high <= found_low * (1.0 + accuracy.gap)
+        return 2 * nodes > accuracy.most_nodes or found_high <= found_low * (1.0 + accuracy.gap)
 
     while nodes <= accuracy.most_nodes and (alpha + 15.0 * s) / s < WIDEST:
+        stop = None if accuracy.attained else enough
         with np.errstate(all="ignore"):
-            found = _log_excess(
-                q, s, corner, alpha, direction, nodes, accuracy.gap / 4,
-                None if accuracy.attained else enough,
-            )  # fmt: skip
+            found = _log_excess(q, s, corner, alpha, direction, nodes, accuracy.gap / 4, stop)
         low, high = narrowed(*found)
         if high <= low * (1.0 + accuracy.gap):
             break
@@ -427,9 +415,8 @@ def crude(s: float, r: float, alpha: float) -> float:
     """
     if s < 1e-100:
         return math.inf
-    return (alpha / (2.0 * s * s) + (2.0 * alpha - 1.0) * math.log(r) / (alpha - 1.0)) * (
-        1.0 + 1e-12
-    )
+    moment = alpha / (2.0 * s * s) + (2.0 * alpha - 1.0) * math.log(r) / (alpha - 1.0)
+    return moment * (1.0 + 1e-12)
 
 
 def _log_excess(
