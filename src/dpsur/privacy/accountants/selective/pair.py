@@ -112,22 +112,18 @@ def mesh(q: float, s: float, alpha: float, direction: Direction, nodes: int) -> 
     first = max(int(outside.sum()) - 1, 0)
     outside = _right_tail(q, s, power, z[z > 12.3 * s + 1.0]) < floor
     last = min(z.size - int(outside.sum()), z.size - 1)
-    z, log_p0, log_ratio = (
-        z[first : last + 1],
-        log_p0[first : last + 1],
-        log_ratio[first : last + 1],
-    )
+    inner, top = slice(first, last + 1), float(moment.max())
+    z, log_p0, log_ratio, moment = z[inner], log_p0[inner], log_ratio[inner], moment[inner]
     # A wide cell is harmless only where the integrand lies further below its peak than it varies
     # over the cell.
-    patience = 1.0 / np.maximum(float(moment.max()) - 35.0 - moment[first : last + 1], 20.0)
+    patience = 1.0 / np.maximum(top - 35.0 - moment, 20.0)
     density = 0.2 * patience / patience.sum() + 0.04 / z.size
     bulk = np.abs(z) < 5.0 * s + 1.0
     density += 0.12 * bulk / bulk.sum()
     for share, order in ((0.48, alpha), (0.16, 2.0)):
         log_slope = _log_l(z, s) if q > 0 else np.zeros_like(z)
-        log_monitor = (
-            log_p0 + (_power(order, direction) - 2.0) * log_ratio + 2.0 * log_slope
-        ) / 3.0
+        log_density = log_p0 + (_power(order, direction) - 2.0) * log_ratio + 2.0 * log_slope
+        log_monitor = log_density / 3.0
         monitor = np.exp(log_monitor - log_monitor.max())
         density += share * monitor / monitor.sum()
     cumulative = np.concatenate(([0.0], np.cumsum(0.5 * (density[1:] + density[:-1]))))
@@ -144,11 +140,9 @@ def _log_sums(z: Array, s: float) -> tuple[Array, Array, Array, Array]:
     span = (np.maximum(np.abs(z[:-1]), np.abs(z[1:])) * h + h * h + h) / (s * s)
     panels = np.ceil(span / _PANEL_SPAN).astype(np.intp)
     starts = np.cumsum(panels) - panels
-    a, width = np.repeat(z[:-1], panels)[:, None], np.repeat(h, panels)[:, None]
-    piece = width / np.repeat(panels, panels)[:, None]
-    step = piece * (
-        (np.arange(a.size) - np.repeat(starts, panels))[:, None] + 0.5 * (_GAUSS_X + 1.0)
-    )
+    a, width, starting, count = (np.repeat(x, panels)[:, None] for x in (z[:-1], h, starts, panels))
+    piece = width / count
+    step = piece * (np.arange(a.size)[:, None] - starting + 0.5 * (_GAUSS_X + 1.0))
     rest = np.maximum(width - step, 0.0) / (s * s)
     local = np.log(0.5 * _GAUSS_W * piece) - step * (2.0 * a + step) / (2.0 * s * s)
     log_right = _log_expm1(step / (s * s)) - _log_expm1(width / (s * s))
@@ -167,7 +161,7 @@ def _log_expm1(x: Array) -> Array:
     return x + np.log(-np.expm1(-x))
 
 
-def _row_logsumexp(x: Array) -> Array:
+def _row_logsumexp(x: Array) -> Array:  # in these operations, which stored figures were made in
     top = x.max(axis=1)
     total: Array = np.log(np.exp(x - top[:, None]).sum(axis=1)) + top
     return total
@@ -220,37 +214,30 @@ def _left_tail(q: float, s: float, power: float, z: Array) -> Array:
     integral of an exponential.
     """
     log_ratio, _ = ratio(q, _log_l(z, s))
-    if power > 0 or q == 0:
-        flat: Array = power * log_ratio + log_ndtr(z / s)
-        return flat
-    slope = np.exp(np.minimum(np.log(q) + _log_l(z, s) - log_ratio, 0.0)) * (1 + 1e-12)
-    rate = -power * slope / (s * s)
-    steep: Array = (
-        power * log_ratio + rate * z + 0.5 * (rate * s) ** 2 + log_ndtr((z + rate * s * s) / s)
-    )
-    return steep
+    rate: Array | float = 0.0
+    if power <= 0 and q > 0:
+        slope = np.exp(np.minimum(np.log(q) + _log_l(z, s) - log_ratio, 0.0)) * (1 + 1e-12)
+        rate = -power * slope / (s * s)
+    tilt, reach = rate * z, (z + rate * s * s) / s
+    found: Array = power * log_ratio + tilt + 0.5 * (rate * s) ** 2 + log_ndtr(reach)
+    return found
 
 
 def _right_tail(q: float, s: float, power: float, z: Array) -> Array:
     """log E[L^power; above z], from above: there log L grows at most at rate 1/s^2."""
     log_ratio, _ = ratio(q, _log_l(z, s))
-    if power < 0 or q == 0:
-        flat: Array = power * log_ratio + log_ndtr(-z / s)
-        return flat
-    rate = power / (s * s)
-    steep: Array = (
-        power * log_ratio - rate * z + 0.5 * (rate * s) ** 2 + log_ndtr((rate * s * s - z) / s)
-    )
-    return steep
+    rate = 0.0 if power < 0 or q == 0 else power / (s * s)
+    tilt, reach = rate * z, (rate * s * s - z) / s
+    found: Array = power * log_ratio - tilt + 0.5 * (rate * s) ** 2 + log_ndtr(reach)
+    return found
 
 
 def _tails(
     q: float, s: float, power: float, lo: float, hi: float, ends0: Array, ends1: Array
 ) -> Tails:
     left, right = _left_tail(q, s, power, np.array([lo])), _right_tail(q, s, power, np.array([hi]))
-    return Tails(
-        _mass_outside(q, ends0, ends1), log_moment=float(np.logaddexp(left, right)[0]) + 1e-9
-    )
+    moment = float(np.logaddexp(left, right)[0]) + 1e-9
+    return Tails(_mass_outside(q, ends0, ends1), log_moment=moment)
 
 
 # Rounding margins. Weights, logarithms (up to 1e6 in size) and phi are computed to better than
