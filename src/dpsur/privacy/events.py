@@ -325,6 +325,10 @@ class Ledger:
         return f"Ledger({len(self.setup)} setup events, {len(self.entries)} kinds of steps)"
 
     @property
+    def last(self) -> Step | None:
+        return self.entries[-1].step if self.entries else None
+
+    @property
     def steps(self) -> int:
         return sum(entry.trials for entry in self.entries)
 
@@ -344,11 +348,11 @@ class Ledger:
 
     def record(self, step: Step, *, updates: int, trials: int = 1) -> "Ledger":
         new = Entry(step, trials=trials, updates=updates)
-        if self.entries and self.entries[-1].step == step:
-            last = self.entries[-1]
-            new = Entry(step, last.trials + trials, last.updates + updates)
-            return replace(self, entries=(*self.entries[:-1], new))
-        return replace(self, entries=(*self.entries, new))
+        if self.last != step:
+            return replace(self, entries=(*self.entries, new))
+        *before, last = self.entries
+        new = Entry(step, last.trials + trials, last.updates + updates)
+        return replace(self, entries=(*before, new))
 
     def to_json(self) -> dict[str, Any]:
         return {

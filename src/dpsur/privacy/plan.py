@@ -204,13 +204,9 @@ class Plan:
         if not self.phases:
             raise InvalidInputError("a plan needs a phase")
         for name in ("run_all_trials", "searches", "may_stop"):
-            if type(getattr(self, name)) is not bool:
-                raise InvalidInputError(
-                    f"{name} must be true or false, got {getattr(self, name)!r}"
-                )
+            checks.flag(name, getattr(self, name))
         for phase in self.phases:
-            for trial in phase.choices[:1]:
-                self._accounting.check(trial, self.on_reject)
+            self._accounting.check(phase.choices[0], self.on_reject)
         if self.steered:
             check_covers_steering(self.accounting)
         if self.searches and self.may_stop:
@@ -351,7 +347,7 @@ class Plan:
         if not isinstance(phase.step, Menu):
             return phase.choices
         assert phase.steering is not None
-        last = ledger.entries[-1].step if ledger.entries else None
+        last = ledger.last
         if last == phase.steering:
             return phase.choices
         if not isinstance(last, Trial) or updates % phase.step.repeats == 0:
@@ -383,7 +379,6 @@ class Plan:
         return min(left, 1) if self.filter is not None or self.menu is not None else left
 
     def dummy_trials_left(self, ledger: Ledger) -> bool:
-        """Whether trials are still run only to hide how many were rejected."""
         return self.run_all_trials and self.completed(ledger) and ledger.trials < self.trials
 
     def completed(self, ledger: Ledger) -> bool:
@@ -394,7 +389,7 @@ class Plan:
         if self.tests:
             if self._tests_made(ledger) >= len(self.phases):
                 return True
-            return self.may_stop and bool(ledger.entries) and ledger.entries[-1].step == self.test
+            return self.may_stop and ledger.last == self.test
         if self.updates is None:
             return ledger.trials == self.trials
         return ledger.updates == self.updates
@@ -461,14 +456,12 @@ class Plan:
             return epsilon_at(self.filter.order, self.divergence(ledger), delta)
         tests = self._tests_made(ledger)
         begun = ledger.updates if self.charges_accepted else ledger.trials
-        last = ledger.entries[-1].step if ledger.entries else None
-        begun += self.menu is not None and last == self.phases[0].steering
-        counts = (*self.blocks[:tests], begun - sum(self.blocks[:tests]))
-        if self.menu is not None and counts[-1]:  # what has begun counts as a whole
-            repeats = self.menu.repeats
-            whole = -(-counts[-1] // repeats) * repeats
-            counts = (*counts[:-1], min(self.blocks[tests], whole))
-        return self._accounting.epsilon(self._charges(counts, tests), delta)
+        begun -= sum(self.blocks[:tests])
+        if self.menu is not None:  # what has begun counts as a whole
+            begun += ledger.last == self.phases[0].steering
+            whole = -(-begun // self.menu.repeats) * self.menu.repeats
+            begun = min(self.blocks[tests], whole) if begun else 0
+        return self._accounting.epsilon(self._charges((*self.blocks[:tests], begun), tests), delta)
 
     def figures(self) -> dict[str, float | None]:
         """Epsilon of a completed run under each accounting; None where one does not apply.
@@ -477,10 +470,9 @@ class Plan:
         """
         if self.steered:
             return only_figure(self.accounting, self.epsilon())
-        updates, trials = self.updates, self.trials if self.updates is None else None
+        updates, trials, ended = self.updates, self.trials if self.updates is None else None, 0.0
         if self.typical.test is None:  # every trial is an update, so both counts are fixed
             updates = trials = self.length
-        ended = 0.0
         if self.typical.gate is not None and updates is not None:
             ended = early_end(self.typical.gate, updates, self.trials)
         return figures(
