@@ -39,7 +39,7 @@ from dpsur.mechanism.streams import BATCH, NOISE, VAL_BATCH, Streams
 from dpsur.mechanism.trial import mean_losses
 from dpsur.networks import pixel_cnn
 from dpsur.per_example import ClippedSum, clipped_sum
-from dpsur.privacy.calibrate import calibrate
+from dpsur.privacy.planning import calibrate
 from reproduction.rows import ROOT, provenance, read_rows, write_rows
 from reproduction.tasks.mnist import load_fashion
 

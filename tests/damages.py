@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dpsur.errors import DpsurError
-from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.privacy.statement import current
+from dpsur.privacy.statement import current, render_markdown, render_model_card
 from dpsur.runs.files import to_json
 from dpsur.runs.verification import MALFORMED, verify
 

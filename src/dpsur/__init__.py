@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from dpsur.per_example.check_and_fix import check, fix
     from dpsur.privacy.account import Account
     from dpsur.privacy.budget import Budget
-    from dpsur.privacy.calibrate import calibrate, selective_epsilon
     from dpsur.privacy.events import CoinTest, Gaussian, LossTest, SampledGaussian, Trial
+    from dpsur.privacy.planning import calibrate, selective_epsilon
     from dpsur.privacy.statement import Statement
     from dpsur.runs.fit import fit
     from dpsur.runs.observers import Observer, ProgressBar, Tracker
@@ -65,7 +65,7 @@ _HOMES = {
     "per_example.check_and_fix": "check fix",
     "privacy.account": "Account",
     "privacy.budget": "Budget",
-    "privacy.calibrate": "calibrate selective_epsilon",
+    "privacy.planning": "calibrate selective_epsilon",
     "privacy.events": "CoinTest Gaussian LossTest SampledGaussian Trial",
     "privacy.statement": "Statement",
     "runs.fit": "fit",

@@ -130,7 +130,7 @@ def hockey_stick(one, other, epsilon):
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
 def test_the_loss_of_discrete_noise_is_that_of_the_charged_gaussian(rate, sigma):
     """Under sampling, in both directions, within one step's rounding: never above."""
-    from dpsur.privacy.accountants.losses import hockey_stick as charged
+    from dpsur.privacy.accountants.pld import hockey_stick as charged
     from dpsur.privacy.events import SampledGaussian
 
     steps = 400.0  # to a standard deviation; fewer than there are, so that a difference would show

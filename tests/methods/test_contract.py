@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import dpsur
 from dpsur.config import Intervals, RunConfig
 from dpsur.methods import METHODS
-from dpsur.privacy.page import render_markdown, render_model_card
+from dpsur.privacy.statement import render_markdown, render_model_card
 from dpsur.runs.checkpoint import FILE_NAME
 from dpsur.runs.files import finite
 from dpsur.runs.fit import execute

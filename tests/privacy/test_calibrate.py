@@ -6,8 +6,8 @@ import pytest
 
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.calibrate import calibrate, selective_epsilon
 from dpsur.privacy.events import CoinTest, Gaussian, LossTest, SampledGaussian, Trial
+from dpsur.privacy.planning import calibrate, selective_epsilon
 
 USUAL = {"sample_rate": 0.05, "updates": 100, "delta": 1e-5}
 TEST = LossTest(0.02, 1.5, 0.0)

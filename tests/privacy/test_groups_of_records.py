@@ -7,7 +7,7 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import binom, norm
 
-from dpsur.privacy.accountants import losses, pld
+from dpsur.privacy.accountants import pld
 from dpsur.privacy.accounting import accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.conversion import for_group, for_replacement, samplings_of_persons
@@ -86,14 +86,14 @@ def the_profile_is_the_integral():
     for event in (SampledGaussian(0.1, 1.0, 3), SampledGaussian(0.4, 2.0, 5)):
         for direction in ("add", "remove"):
             for epsilon in (-0.2, 0.0, 0.1, 0.5, 1.0):
-                found = losses.hockey_stick(event, np.array([epsilon]), direction)[0]
+                found = pld.hockey_stick(event, np.array([epsilon]), direction)[0]
                 assert found == pytest.approx(by_integration(event, epsilon, direction), abs=1e-6)
 
 
 def as_if_one_record(monkeypatch):
-    real = losses.joining
+    real = pld.joining
     monkeypatch.setattr(
-        losses, "joining", lambda event: real(SampledGaussian(event.sample_rate, 1.0, 1))
+        pld, "joining", lambda event: real(SampledGaussian(event.sample_rate, 1.0, 1))
     )
 
 
@@ -103,9 +103,9 @@ def at_most_one_joins(monkeypatch):
             [(1 - event.sample_rate) ** event.records, 1 - (1 - event.sample_rate) ** event.records]
         )
 
-    monkeypatch.setattr(losses, "joining", joining)
+    monkeypatch.setattr(pld, "joining", joining)
     pld._total.cache_clear()
-    losses.sampled_gaussian.cache_clear()
+    pld.sampled_gaussian.cache_clear()
 
 
 MUTANTS = [
@@ -120,7 +120,7 @@ test_law_holds, test_mutant_is_killed = law_tests(MUTANTS)
 def forget():
     yield
     pld._total.cache_clear()
-    losses.sampled_gaussian.cache_clear()
+    pld.sampled_gaussian.cache_clear()
 
 
 def test_one_record_is_the_event_that_it_was():

@@ -8,9 +8,9 @@ from dp_accounting.pld import common, privacy_loss_distribution
 from scipy.optimize import brentq
 from scipy.stats import ncx2, norm
 
-from dpsur.privacy.accountants import losses
-from dpsur.privacy.accountants.losses import LossDistribution, Losses, pure, sampled_gaussian
+from dpsur.privacy.accountants import pld
 from dpsur.privacy.accountants.noise_tail import LARGEST_RADIUS, _beyond
+from dpsur.privacy.accountants.pld import LossDistribution, Losses, pure, sampled_gaussian
 from dpsur.privacy.events import SampledGaussian
 from reproduction.presets.settings import paper_settings
 
@@ -60,13 +60,13 @@ def gaussians_cost_what_they_cost():
 def sums_of_two_lose_nothing():
     """Two distributions added up by hand: no hockey-stick divergence may come out smaller."""
     one = sampled_gaussian(SampledGaussian(0.2, 1.1), 0.02).add
-    other = losses.repeat(sampled_gaussian(SampledGaussian(0.05, 0.8), 0.02).add, 7)
-    found = losses.convolve(one, other)
+    other = pld.repeat(sampled_gaussian(SampledGaussian(0.05, 0.8), 0.02).add, 7)
+    found = pld.convolve(one, other)
     lost = 1 - (1 - one.infinite) * (1 - other.infinite)
     exact = Losses(one.first + other.first, np.convolve(one.chances, other.chances), lost)
     for epsilon in (-3.0, -0.5, 0.0, 0.3, 1.0, 4.0, 9.0):
-        expected = losses.delta_at(exact, 0.02, epsilon)
-        delta = losses.delta_at(found, 0.02, epsilon)
+        expected = pld.delta_at(exact, 0.02, epsilon)
+        delta = pld.delta_at(found, 0.02, epsilon)
         assert expected - 1e-16 <= delta <= expected + 1e-13, epsilon
 
 
@@ -100,7 +100,7 @@ def test_law_holds(law, forgotten):
     law()
 
 
-REAL = {name: getattr(losses, name) for name in ("connect", "convolve", "epsilon_at", "repeat")}
+REAL = {name: getattr(pld, name) for name in ("connect", "convolve", "epsilon_at", "repeat")}
 
 
 def losses_rounded_down(monkeypatch):
@@ -110,13 +110,13 @@ def losses_rounded_down(monkeypatch):
         found = REAL["connect"](first, deltas, width)
         return found._replace(first=found.first - 1)
 
-    monkeypatch.setattr(losses, "connect", lower)
+    monkeypatch.setattr(pld, "connect", lower)
 
 
 def only_removal(monkeypatch):
     monkeypatch.setattr(
         LossDistribution, "epsilon",
-        lambda self, delta: losses.epsilon_at(self.remove, self.width, delta),
+        lambda self, delta: pld.epsilon_at(self.remove, self.width, delta),
     )  # fmt: skip
 
 
@@ -127,19 +127,19 @@ def upper_end_dropped(monkeypatch):
         found = REAL["convolve"](one, other)
         return found._replace(chances=found.chances[: len(found.chances) // 2], infinite=0.0)
 
-    monkeypatch.setattr(losses, "convolve", without)
+    monkeypatch.setattr(pld, "convolve", without)
 
 
 def epsilon_of_the_cell_below(monkeypatch):
     monkeypatch.setattr(
-        losses, "epsilon_at", lambda found, width, delta: max(
+        pld, "epsilon_at", lambda found, width, delta: max(
             REAL["epsilon_at"](found, width, delta) - width, 0.0
         ),
     )  # fmt: skip
 
 
 def one_repetition_too_few(monkeypatch):
-    monkeypatch.setattr(losses, "repeat", lambda found, count: REAL["repeat"](found, count - 1))
+    monkeypatch.setattr(pld, "repeat", lambda found, count: REAL["repeat"](found, count - 1))
 
 
 MUTANTS = [
@@ -188,9 +188,9 @@ def test_grids_of_two_widths_are_not_mixed():
 
 def test_mass_at_infinity_has_no_finite_epsilon():
     losses_ = Losses(-3, np.full(7, 0.1), 0.3)
-    assert losses.epsilon_at(losses_, 0.1, 0.2) == math.inf
-    assert losses.epsilon_at(losses_, 0.1, 0.9) == 0.0
-    assert 0 < losses.epsilon_at(losses_, 0.1, 0.31) < 0.3
+    assert pld.epsilon_at(losses_, 0.1, 0.2) == math.inf
+    assert pld.epsilon_at(losses_, 0.1, 0.9) == 0.0
+    assert 0 < pld.epsilon_at(losses_, 0.1, 0.31) < 0.3
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e-140, 1e-8, 1e-3, 0.1, 0.5, 1.0, 2.0, 4.0, 8.3])
@@ -202,4 +202,4 @@ def test_the_tail_of_shifted_pairs_is_that_of_scipy(shift):
 @pytest.mark.parametrize("noise", [1e20, 1e100])
 def test_huge_noise_has_a_figure(noise):
     """Both ends of the loss are 0 then, on a grid of one point."""
-    assert 0 <= losses.sampled_gaussian(SampledGaussian(0.5, noise), 1e-4).epsilon(1e-5) < 1e-3
+    assert 0 <= pld.sampled_gaussian(SampledGaussian(0.5, noise), 1e-4).epsilon(1e-5) < 1e-3

@@ -10,9 +10,8 @@ from dp_accounting.pld import privacy_loss_distribution
 from scipy.stats import norm
 
 from dpsur.errors import InvalidInputError
-from dpsur.privacy.accountants import losses as distributions
 from dpsur.privacy.accountants import pld, proven
-from dpsur.privacy.accountants.losses import hockey_stick
+from dpsur.privacy.accountants.pld import hockey_stick
 from dpsur.privacy.events import Menu, SampledGaussian, event_from_json, event_to_json
 
 DELTA = 1e-5
@@ -53,7 +52,7 @@ def combined(how):
         parts = [real(Menu((choice,), offer.repeats), width, direction) for choice in offer.choices]
         first, last = min(p.first for p in parts), max(p.last for p in parts)
         profiles = [pld._profile(part, first, last, width) for part in parts]
-        return distributions.connect(first, how(profiles, axis=0), width)
+        return pld.connect(first, how(profiles, axis=0), width)
 
     return wrong
 
@@ -238,8 +237,8 @@ def test_events_are_written_and_read():
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_tails_that_are_cut_off_are_counted(choice, count):
     """A sum over all cells, without cutting anything off, as numpy's own polynomials have it."""
-    once = distributions.discretise(choice, 0.05, "add")
-    cut = distributions.repeat(once, count)
+    once = pld.discretise(choice, 0.05, "add")
+    cut = pld.repeat(once, count)
     whole = np.ones(1)
     for _ in range(count):
         whole = np.convolve(whole, once.chances)
@@ -248,7 +247,7 @@ def test_tails_that_are_cut_off_are_counted(choice, count):
     found[start : start + len(cut.chances)] = cut.chances
     assert found == pytest.approx(whole, abs=1e-15)
     left, right = whole[:start].sum(), whole[start + len(cut.chances) :].sum()
-    assert left + right <= distributions.CUT_OFF <= cut.infinite
+    assert left + right <= pld.CUT_OFF <= cut.infinite
 
 
 @pytest.mark.parametrize("repeats", [2, 125])
@@ -263,8 +262,8 @@ def test_tails_that_are_cut_off_are_counted(choice, count):
 )
 def test_losses_that_are_rare_or_none(choice, repeats):
     """Far fewer draws than cells, and cells without any chance: no bound may be lost in between."""
-    once = distributions.discretise(choice, 1e-2, "add")
-    low, high = distributions.ends(once.chances, repeats)
+    once = pld.discretise(choice, 1e-2, "add")
+    low, high = pld.ends(once.chances, repeats)
     assert 0 <= low <= high <= repeats * (len(once.chances) - 1)
     if choice.noise_multiplier == 1.0:  # one draw that counts, hardly ever two
         assert high - low < 2 * len(once.chances)

@@ -15,8 +15,8 @@ from dpsur.errors import BudgetError
 from dpsur.mechanism.noise_table import DISTANCE
 from dpsur.privacy import accounting
 from dpsur.privacy.accountants import noise_tail
-from dpsur.privacy.accountants.losses import hockey_stick
 from dpsur.privacy.accountants.noise_tail import LARGEST_RADIUS, MOST_WEIGHTS, out_of_reach
+from dpsur.privacy.accountants.pld import hockey_stick
 from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, Ledger, LossTest, Menu, SampledGaussian, Trial

@@ -6,10 +6,9 @@ from scipy.stats import binom
 from dpsur.errors import BudgetError, InvalidInputError
 from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibrate import design_gate
 from dpsur.privacy.events import CoinTest, Ledger, LossTest, SampledGaussian, Trial
 from dpsur.privacy.plan import Plan, trial_cap
-from dpsur.privacy.planning import Request, make_plan, repeated_plan
+from dpsur.privacy.planning import Request, design_gate, make_plan, repeated_plan
 from dpsur.privacy.search import largest_ratio, least_noise, most_repetitions, noise_near
 from dpsur.privacy.statement import planned_warnings
 

@@ -11,7 +11,7 @@ import pytest
 from scipy.optimize import linprog
 
 from dpsur.privacy.accountants import pld, proven
-from dpsur.privacy.accountants.losses import hockey_stick
+from dpsur.privacy.accountants.pld import hockey_stick
 from dpsur.privacy.accountants.proven import DIRECTIONS, SelectiveUpdate
 from dpsur.privacy.accountants.selective import profile
 from dpsur.privacy.accountants.selective.pair import Vertices, bracket, vertices

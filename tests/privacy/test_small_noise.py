@@ -8,7 +8,7 @@ from scipy.special import gammaln, log_ndtr, logsumexp
 
 from dpsur.errors import BudgetError
 from dpsur.privacy.accountants import pld, proven, rdp
-from dpsur.privacy.accountants.losses import sampled_gaussian
+from dpsur.privacy.accountants.pld import sampled_gaussian
 from dpsur.privacy.accounting import ACCOUNTINGS, accounting_named
 from dpsur.privacy.budget import Budget
 from dpsur.privacy.events import CoinTest, Gaussian, NoisyChoice, SampledGaussian, Trial

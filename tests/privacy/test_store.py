@@ -8,14 +8,16 @@ from dpsur.methods import Dpsur
 from dpsur.privacy import planning
 from dpsur.privacy import search as calibration_cache
 from dpsur.privacy.accountants import proven
-from dpsur.privacy.accountants.proven import SelectiveUpdate, event_divergence, selective_divergence
-from dpsur.privacy.accountants.selective import store
+from dpsur.privacy.accountants.proven import (
+    SelectiveUpdate,
+    Store,
+    event_divergence,
+    selective_divergence,
+)
 from dpsur.privacy.accountants.selective.divergence import Interval
-from dpsur.privacy.accountants.selective.store import Store
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibrate import calibrate
 from dpsur.privacy.events import Gaussian, LossTest, SampledGaussian, Trial
-from dpsur.privacy.planning import plan_blocks
+from dpsur.privacy.planning import calibrate, plan_blocks
 
 
 def test_the_cache_of_the_package_comes_before_the_general_one(tmp_path, monkeypatch):
@@ -59,7 +61,7 @@ def test_a_method_takes_whole_numbers():
 
 
 def test_the_longest_unused_files_are_dropped(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "MOST_FILES", 20)
+    monkeypatch.setattr(proven, "MOST_FILES", 20)
     other = tmp_path / "other.json"
     other.touch()
 

@@ -27,7 +27,7 @@ from torch import nn
 
 import dpsur.cli
 from dpsur.cli.parser import Parser
-from dpsur.privacy.page import render_markdown, render_model_card
+from dpsur.privacy.statement import render_markdown, render_model_card
 from reproduction.datasets import DATA_SETS, load_arrays
 from reproduction.datasets import readers as cifar
 from tests.reproduction.datasets.conftest import Digits, Photographs, Reviews

@@ -13,8 +13,7 @@ from dpsur.cli import main
 from dpsur.config import Intervals
 from dpsur.errors import InterruptedRunError, InvalidInputError
 from dpsur.privacy.account import replays
-from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.privacy.statement import plan_from_statement
+from dpsur.privacy.statement import plan_from_statement, render_markdown, render_model_card
 from dpsur.runs.checkpoint import FILE_NAME
 from dpsur.runs.fit import execute
 from dpsur.runs.verification import verify

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.privacy.statement import current
+from dpsur.privacy.statement import current, render_markdown, render_model_card
 from dpsur.runs.verification import verify
 from tests import damages
 from tests.fixtures.make_releases import MAKERS

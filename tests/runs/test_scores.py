@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import dpsur
-from dpsur.privacy.page import render_model_card
-from dpsur.privacy.statement import shown_settings, used_settings
+from dpsur.privacy.statement import render_model_card, shown_settings, used_settings
 from dpsur.runs.evaluation import describe_scores, objection, score, shown_scores
 from dpsur.runs.verification import verify
 from tests.conftest import blobs, small_model

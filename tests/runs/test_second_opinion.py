@@ -9,7 +9,7 @@ from torch import nn
 import dpsur
 from dpsur.cli import main
 from dpsur.methods import METHODS
-from dpsur.privacy.accountants import losses, pld
+from dpsur.privacy.accountants import pld
 from dpsur.runs.verification import verification
 
 RECORDS = 200
@@ -20,7 +20,7 @@ KINDS = {
 
 
 def forget():
-    for cached in (losses.sampled_gaussian, pld.dominating, pld._total):
+    for cached in (pld.sampled_gaussian, pld.dominating, pld._total):
         cached.cache_clear()
 
 
@@ -54,7 +54,7 @@ def test_a_release_is_confirmed(kind, tmp_path, capsys, forgotten):
     assert found["library"].startswith("dp-accounting 0.6")
 
 
-REAL = {name: getattr(losses, name) for name in ("connect", "repeat", "epsilon_at")}
+REAL = {name: getattr(pld, name) for name in ("connect", "repeat", "epsilon_at")}
 
 
 def losses_rounded_down(monkeypatch):
@@ -62,7 +62,7 @@ def losses_rounded_down(monkeypatch):
         found = REAL["connect"](first, deltas, width)
         return found._replace(first=found.first - 1)
 
-    monkeypatch.setattr(losses, "connect", lower)
+    monkeypatch.setattr(pld, "connect", lower)
 
 
 def upper_end_dropped(monkeypatch):
@@ -72,18 +72,18 @@ def upper_end_dropped(monkeypatch):
         whole = REAL["repeat"](found, count)
         return whole._replace(chances=whole.chances[: len(whole.chances) // 2], infinite=0.0)
 
-    monkeypatch.setattr(losses, "repeat", without)
+    monkeypatch.setattr(pld, "repeat", without)
 
 
 def one_repetition_too_few(monkeypatch):
-    monkeypatch.setattr(losses, "repeat", lambda found, count: REAL["repeat"](found, count - 1))
+    monkeypatch.setattr(pld, "repeat", lambda found, count: REAL["repeat"](found, count - 1))
 
 
 def smallest_direction(monkeypatch):
     def smaller(self, delta):
         return min(REAL["epsilon_at"](one, self.width, delta) for one in (self.add, self.remove))
 
-    monkeypatch.setattr(losses.LossDistribution, "epsilon", smaller)
+    monkeypatch.setattr(pld.LossDistribution, "epsilon", smaller)
 
 
 MUTANTS = [losses_rounded_down, upper_end_dropped, one_repetition_too_few, smallest_direction]

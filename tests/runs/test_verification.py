@@ -19,8 +19,14 @@ import dpsur
 from dpsur.cli import main as dpsur_main
 from dpsur.errors import InvalidInputError, PrivacyWarning
 from dpsur.methods import METHODS
-from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.privacy.statement import TEXTS, Words, latest, plan_from_statement
+from dpsur.privacy.statement import (
+    TEXTS,
+    Words,
+    latest,
+    plan_from_statement,
+    render_markdown,
+    render_model_card,
+)
 from dpsur.runs import verification
 from dpsur.runs.files import to_json
 from dpsur.runs.verification import CHECKED, MALFORMED, NOT_CHECKED, verify

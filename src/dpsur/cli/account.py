@@ -19,7 +19,6 @@ from dpsur.privacy.accounting import (
     planned_charges,
 )
 from dpsur.privacy.budget import Budget
-from dpsur.privacy.calibrate import design_gate
 from dpsur.privacy.events import (
     CoinTest,
     Event,
@@ -32,7 +31,7 @@ from dpsur.privacy.events import (
     feature_statistics,
 )
 from dpsur.privacy.plan import Plan
-from dpsur.privacy.planning import Request, block_plan, make_plan
+from dpsur.privacy.planning import Request, block_plan, design_gate, make_plan
 from dpsur.privacy.second_opinion import Opinion, opinions
 from dpsur.privacy.statement import format_epsilon
 from dpsur.status import status

@@ -12,8 +12,7 @@ from typing import Any
 from dpsur.cli.parser import figure_path
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.conversion import NOT_HELD_OUT, for_group, for_replacement
-from dpsur.privacy.page import render_markdown
-from dpsur.privacy.statement import plan_from_statement, unit_of
+from dpsur.privacy.statement import plan_from_statement, render_markdown, unit_of
 from dpsur.reports.formats import as_text, converted, nist, registry
 from dpsur.reports.html import NOTES, Notes, read_report, render_report
 from dpsur.runs.files import check_release, finite, write_atomically

@@ -5,8 +5,8 @@ from typing import Any
 
 from dpsur.errors import InvalidInputError
 from dpsur.privacy.account import ACCOUNTING, Account
-from dpsur.privacy.calibrate import calibrate
 from dpsur.privacy.events import Entry, NonPrivate, SampledGaussian, Trial
+from dpsur.privacy.planning import calibrate
 
 History = list[tuple[float, float, int]]
 

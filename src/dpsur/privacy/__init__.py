@@ -1,6 +1,6 @@
 """Accounting. Nothing here knows of tensors or training.
 
-Mechanisms emit `events`, a `ledger` counts them, `accountants` turn counts into epsilon, and
-`accounting` names the ways to do so. `plans` fix a run's privacy before it starts. `calibrate` has
-the public functions, `statement` what a release says; `claims` checks it and `page` prints it.
+Mechanisms emit `events`, whose ledger counts them, `accountants` turn counts into epsilon, and
+`accounting` names the ways to do so. A `plan` fixes a run's privacy before it starts, `planning`
+finds one for a budget, an `account` charges its steps. A `statement` is what a release says.
 """

@@ -20,7 +20,7 @@ import numpy as np
 
 from dpsur.environment import ABSENT, package_version
 from dpsur.privacy.accountants import pld
-from dpsur.privacy.accountants.losses import joining
+from dpsur.privacy.accountants.pld import joining
 from dpsur.privacy.accounting import ACCOUNTINGS, Accounting, Charges
 from dpsur.privacy.events import (
     Event,

@@ -52,8 +52,7 @@ from dpsur.features.layers import WithFeatures, build_layers
 from dpsur.functional.tree import Params, map_tensors
 from dpsur.networks import build_network, parameter_count
 from dpsur.privacy.accounting import accounting_named
-from dpsur.privacy.page import render_markdown, render_model_card
-from dpsur.privacy.statement import current
+from dpsur.privacy.statement import current, render_markdown, render_model_card
 from dpsur.runs.data import as_examples
 from dpsur.runs.evaluation import model_outputs
 from dpsur.runs.files import (

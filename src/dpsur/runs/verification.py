@@ -41,7 +41,6 @@ from dpsur.privacy.events import (
     feature_mean,
     feature_statistics,
 )
-from dpsur.privacy.page import render_markdown, render_model_card
 from dpsur.privacy.plan import CONSTANT, DELAY, NOT_HIDDEN, Plan, least_cap
 from dpsur.privacy.search import ignore_cache
 from dpsur.privacy.second_opinion import Opinion, statement_opinions
@@ -63,6 +62,8 @@ from dpsur.privacy.statement import (
     current,
     plan_from_statement,
     privacy_statement,
+    render_markdown,
+    render_model_card,
     stated_holdout,
     stated_ledger,
     stated_mechanism,

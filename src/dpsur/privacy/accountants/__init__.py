@@ -4,8 +4,6 @@
 |--------------|---------------------------------------------------|------------------------------|
 | `pld`        | privacy loss distributions                        | `every-trial`, and `proven`  |
 |              |                                                   | where nothing is selected    |
-| `losses`     | one such distribution on a grid: of a mechanism,  | `pld`                        |
-|              | repeated, composed; its epsilon                   |                              |
 | `proven`     | certified Rényi divergences of accepted updates   | `proven`, privacy filters    |
 | `rdp`        | Rényi divergences at integer orders, as in the    | `published`                  |
 |              | paper; the conversion to epsilon that others use  |                              |

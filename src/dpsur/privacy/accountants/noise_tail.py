@@ -15,7 +15,7 @@ import numpy as np
 from scipy.special import gammaincc, gammaln, xlogy
 
 from dpsur.errors import BudgetError
-from dpsur.privacy.accountants.losses import joining
+from dpsur.privacy.accountants.pld import joining
 from dpsur.privacy.events import (
     Event,
     Gaussian,

@@ -5,27 +5,32 @@ above (what is charged) and from below (what an adversary attains). Updates comp
 of them cost T times that; docs/privacy.md proves it.
 """
 
+import contextlib
+import hashlib
+import json
 import math
+import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 from dpsur import checks
-from dpsur.environment import cache_folder
+from dpsur.environment import cache_folder, write_cache
 from dpsur.errors import InvalidInputError
 from dpsur.privacy import events
 from dpsur.privacy.accountants.rdp import epsilon_at
 from dpsur.privacy.accountants.selective.divergence import (
     COARSE,
     FINE,
+    VERSION,
     Accuracy,
     Interval,
     divergence,
 )
 from dpsur.privacy.accountants.selective.pair import Direction
-from dpsur.privacy.accountants.selective.store import Store
 from dpsur.privacy.events import (
     Event,
     Gaussian,
@@ -263,6 +268,80 @@ class _Search:
 
     def _upper(self, log_excess: float) -> float:
         return self.at(1.0 + math.exp(log_excess)).upper
+
+
+# Files of a few kilobytes each. Beyond this number those that were longest unused go.
+MOST_FILES = 1000
+
+
+class Store:
+    """Intervals of one setting by label, in a small file; `folder=None` keeps them in memory only.
+
+    Losing or damaging it costs time, never correctness.
+    """
+
+    def __init__(self, setting: tuple[float, ...], folder: Path | None) -> None:
+        self._key = [VERSION, *(float(x).hex() for x in setting)]
+        name = hashlib.sha256(json.dumps(self._key).encode()).hexdigest()[:32]
+        self._path = None if folder is None else folder / f"selective-{name}.json"
+        self._known = self._read()
+        self._fresh = False
+
+    def get(self, label: str) -> Interval | None:
+        return self._known.get(label)
+
+    def put(self, label: str, value: Interval) -> None:
+        self._known[label] = value
+        self._fresh = True
+
+    def flush(self) -> None:
+        """Writes what is new, atomically; a folder that cannot be written is no error."""
+        if self._path is None or not self._fresh:
+            return
+        merged = self._read() | self._known
+        values = {k: [v.lower.hex(), v.upper.hex()] for k, v in sorted(merged.items())}
+        text = json.dumps(
+            {"key": self._key, "values": values, "digest": _digest(self._key, values)}
+        )
+        is_new = not self._path.exists()
+        write_cache(self._path, text.encode())
+        if is_new:
+            _drop_oldest(self._path.parent)
+        self._fresh = False
+
+    def _read(self) -> dict[str, Interval]:
+        if self._path is None:
+            return {}
+        try:
+            data = json.loads(self._path.read_text(encoding="utf-8"))
+            values = data["values"]
+            if data["key"] != self._key or data["digest"] != _digest(self._key, values):
+                return {}
+            with contextlib.suppress(OSError):
+                os.utime(self._path)  # in use: the last to be dropped
+            known = {
+                k: Interval(float.fromhex(lo), float.fromhex(hi)) for k, (lo, hi) in values.items()
+            }
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return {}
+        return {k: v for k, v in known.items() if 0.0 <= v.lower <= v.upper}
+
+
+def _drop_oldest(folder: Path) -> None:
+    files = list(folder.glob("selective-*.json"))
+    if len(files) <= MOST_FILES:
+        return
+    ages = []
+    for path in files:
+        with contextlib.suppress(OSError):  # another process was faster
+            ages.append((path.stat().st_mtime, path))
+    for _, path in sorted(ages)[: len(ages) - MOST_FILES * 9 // 10]:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _digest(key: list[str], values: object) -> str:
+    return hashlib.sha256(json.dumps([key, values], sort_keys=True).encode()).hexdigest()
 
 
 @lru_cache(maxsize=256)
