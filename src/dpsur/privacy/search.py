@@ -54,12 +54,11 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float | 
         enough *= 2
         if enough > MOST_NOISE:
             return None
-    too_little = enough / 2
-    while epsilon_of(too_little) <= target:
-        enough, too_little = too_little, too_little / 2
-        if too_little < LEAST_NOISE:
+    while epsilon_of(enough / 2) <= target:
+        enough /= 2
+        if enough / 2 < LEAST_NOISE:
             return enough
-    return _smallest_enough(epsilon_of, target, too_little, enough)
+    return _smallest_enough(epsilon_of, target, enough / 2, enough)
 
 
 def noise_at_least(
@@ -91,41 +90,20 @@ def noise_near(
     noise that is enough and that exceeds the root by the tolerance or less, by the line's slope.
     """
     epsilon_of = cache(epsilon_of)
-    enough, too_little = math.inf, 0.0
     noise, slope, before = start, -1.0, None
     for _ in range(SECANTS):
         level = _height(epsilon_of(noise), target)
-        if level <= 0:
-            enough = min(enough, noise)
-        else:
-            too_little = max(too_little, noise)
         if before is not None:
             slope = (level - before[1]) / math.log(noise / before[0])
-            if slope * tolerance <= level <= 0:
-                return noise
         if not slope < 0:
             break
+        if before is not None and slope * tolerance <= level <= 0:
+            return noise
         before = noise, level
         noise *= math.exp(min(max(-level / slope, -1.0), 1.0)) * (1 + 0.3 * tolerance)
-        if not max(too_little, LEAST_NOISE) < noise < min(enough, MOST_NOISE):
+        if not LEAST_NOISE < noise < MOST_NOISE:
             break
-    while enough == math.inf:
-        wider = 2 * max(too_little, LEAST_NOISE)
-        if wider > MOST_NOISE:
-            return None
-        if epsilon_of(wider) <= target:
-            enough = wider
-        else:
-            too_little = wider
-    while not too_little:
-        narrower = 0.94 * enough
-        if narrower < LEAST_NOISE:
-            return enough
-        if epsilon_of(narrower) <= target:
-            enough = narrower
-        else:
-            too_little = narrower
-    return _smallest_enough(epsilon_of, target, too_little, enough)
+    return least_noise(epsilon_of, target)
 
 
 def _height(epsilon: float, target: float) -> float:
@@ -165,9 +143,9 @@ def largest_ratio(epsilon_of: Callable[[float], float], target: float, most: flo
     """
     if epsilon_of(1.0) > target:
         return None
-    fits, too_much = 1.0, most
     if epsilon_of(most) <= target:
         return most
+    fits, too_much = 1.0, most
     while (too_much - fits) / fits > RATIO_TOLERANCE:
         middle = (fits + too_much) / 2
         if epsilon_of(middle) <= target:
