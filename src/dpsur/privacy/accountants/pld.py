@@ -18,8 +18,7 @@ below and above them the profile is replaced by one that lies above it (connect 
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -34,7 +33,7 @@ from dpsur.errors import InvalidInputError
 from dpsur.privacy.accountants import proven
 from dpsur.privacy.accountants.selective.divergence import COARSE, Interval
 from dpsur.privacy.accountants.selective.pair import Direction
-from dpsur.privacy.accountants.selective.profile import block_profiles
+from dpsur.privacy.accountants.selective.profile import Profile, block_profiles
 from dpsur.privacy.events import (
     Event,
     Gaussian,
@@ -120,15 +119,11 @@ def pure(epsilon: float, width: float) -> LossDistribution:
     return LossDistribution(width, losses, losses)
 
 
-def on_grid(points: Floats, profile: Callable[[Floats], Floats], width: float) -> Losses:
-    """The losses of a pair whose profile lies above the given one.
-
-    The given profile is a convex falling function of e^epsilon that is straight from (0, 1) to the
-    first of the points, and constant beyond the last.
-    """
-    first, last = math.floor(math.log(points[0]) / width), math.ceil(math.log(points[-1]) / width)
-    deltas = profile(np.exp(np.arange(first, last + 1) * width))
-    return connect(first, deltas, width)
+def on_grid(profile: Profile, width: float) -> Losses:
+    """The losses of a pair whose profile lies above the given one."""
+    first, last = (math.log(profile.points[end]) / width for end in (0, -1))
+    cells = np.arange(math.floor(first), math.ceil(last) + 1)
+    return connect(math.floor(first), profile.at(np.exp(cells * width)), width)
 
 
 def hockey_stick(event: SampledGaussian, epsilons: Floats, direction: Direction) -> Floats:
@@ -427,24 +422,18 @@ PROFILES = "profiles-1"  # a stored figure belongs to one version of the computa
 # Accepted updates are dominated in blocks of this many: longer ones are tighter and take longer.
 BLOCK = 16
 
-
 _Part = Event | proven.SelectiveUpdate
 
 
 @lru_cache(maxsize=64)
 def _block(update: proven.SelectiveUpdate, length: int, width: float) -> LossDistribution:
-    """A pair that dominates a block of accepted updates; refuses where none can be computed."""
-    both = []
-    for direction in proven.DIRECTIONS:
+    """A pair that dominates a block of accepted updates, by infinite losses if need be."""
+    both = [Losses(0, np.ones(1), 1.0)] * 2
+    for place, direction in enumerate(proven.DIRECTIONS):
         profiles = block_profiles(*update, direction, BLOCK)
-        if profiles is None:
-            raise _NotComputableError
-        both.append(on_grid(profiles[length - 1].points, profiles[length - 1].at, width))
+        if profiles is not None:
+            both[place] = on_grid(profiles[length - 1], width)
     return LossDistribution(width, *both)
-
-
-class _NotComputableError(Exception):
-    """Distributions cannot be computed; the bound by Rényi divergences is to be used."""
 
 
 def _composed(event: _Part, count: int, width: float) -> LossDistribution:
@@ -527,8 +516,7 @@ def cell_width(parts: Sequence[tuple[_Part, int]]) -> float:
 
 
 def rounding(parts: Sequence[tuple[_Part, int]]) -> float:
-    repeats = (part.repeats if isinstance(part, Menu) else 1 for part, _ in parts)
-    return ROUNDING * sum(count * each for (_, count), each in zip(parts, repeats, strict=True))
+    return ROUNDING * sum(count * getattr(part, "repeats", 1) for part, count in parts)
 
 
 def composed_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> float:
@@ -559,13 +547,12 @@ def accepted_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> floa
             others += [(part, count) for part in mechanisms(event)]
     parts = [*((part, count) for part, count in accepted.items() if count), *others]
     store = proven.known(next(iter(accepted))) if any(accepted.values()) else None
-    upper, label = math.inf, f"{PROFILES} {BLOCK} {code()} {float(delta).hex()} {parts!r}"
+    label = f"{PROFILES} {BLOCK} {code()} {float(delta).hex()} {parts!r}"
     value = None if store is None else store.get(label)
     if value is not None:
         return value.upper
-    with suppress(_NotComputableError):
-        found = _epsilon(parts, delta)
-        upper = upper if found is None else found
+    found = _epsilon(parts, delta)
+    upper = math.inf if found is None else found
     if store is not None:
         store.put(label, Interval(0.0, upper))
         store.flush()
