@@ -42,6 +42,8 @@ class Accounting(ABC):
     verdicts_charged: ClassVar[bool] = True
     # The accounting whose figure this one makes smaller, in seconds: it is shown where asked for.
     refines: ClassVar[str | None] = None
+    # Why the coin gate is not covered, where it is not.
+    no_coin: ClassVar[str | None] = None
 
     @abstractmethod
     def ideal_epsilon(self, charges: Charges, delta: float) -> float:
@@ -57,14 +59,19 @@ class Accounting(ABC):
 
     def check(self, trial: Trial, on_reject: str) -> None:
         """Refuse a kind of trial that this accounting does not cover, and say why."""
-        if on_reject != RESTORE:
+        if self.charges == "updates" and on_reject != RESTORE:
             raise InvalidInputError(
                 f"on_reject {on_reject} is not covered by the {self.name} accounting: a rejected "
                 "gradient would reach released weights without being charged; use on_reject "
                 f"{RESTORE}, or the every-trial accounting",
                 code="not-covered",
             )
-        del trial
+        if self.no_coin and isinstance(trial.test, CoinTest):
+            raise InvalidInputError(
+                f"the coin gate is not covered by the {self.name} accounting{self.no_coin}; use "
+                "the gate loss, or the proven accounting",
+                code="not-covered",
+            )
 
     def test_epsilon(self, test: Test, count: int, delta: float) -> float:
         """Epsilon of the tests alone, as if the candidates did not depend on the records."""
@@ -89,7 +96,6 @@ class Proven(Accounting):
     verdicts_charged = False
 
     def ideal_epsilon(self, charges: Charges, delta: float) -> float:
-        """Epsilon at delta; by privacy loss distributions where nothing is selected."""
         return self._ideal_bounds(charges, delta, CAP_SHARE, attained=False).upper
 
     def epsilon(self, charges: Charges, delta: float) -> float:
@@ -115,6 +121,7 @@ class Proven(Accounting):
     def _ideal_bounds(
         self, charges: Charges, delta: float, share: float, *, attained: bool = True
     ) -> proven.EpsilonBounds:
+        """By privacy loss distributions where nothing is selected."""
         if not any(n and isinstance(e, Trial) and e.test is not None for e, n in charges):
             plain = pld.composed_epsilon(charges, delta)
             return proven.EpsilonBounds(plain, plain)
@@ -158,19 +165,13 @@ class EveryTrial(Accounting):
     name = "every-trial"
     charges = "trials"
     proved = True
+    no_coin = (
+        ", where verdicts are outputs: it never rejects an improvement, so a verdict can tell "
+        "almost for certain whether a record is there"
+    )
 
     def ideal_epsilon(self, charges: Charges, delta: float) -> float:
         return pld.composed_epsilon(charges, delta)
-
-    def check(self, trial: Trial, on_reject: str) -> None:  # noqa: ARG002
-        """Refuse a test whose verdict is not private on its own."""
-        if isinstance(trial.test, CoinTest):
-            raise InvalidInputError(
-                "the coin gate is not covered by the every-trial accounting, where verdicts are "
-                "outputs: it never rejects an improvement, so a verdict can tell almost for "
-                "certain whether a record is there; use the gate loss, or the proven accounting",
-                code="not-covered",
-            )
 
 
 class Published(Accounting):
@@ -183,18 +184,10 @@ class Published(Accounting):
     name = "published"
     charges = "updates"
     proved = False
+    no_coin = ": the paper analyses a test with Gaussian noise only"
 
     def ideal_epsilon(self, charges: Charges, delta: float) -> float:
         return rdp.composed_epsilon(charges, delta)
-
-    def check(self, trial: Trial, on_reject: str) -> None:
-        super().check(trial, on_reject)
-        if isinstance(trial.test, CoinTest):
-            raise InvalidInputError(
-                "the coin gate is not covered by the published accounting: the paper analyses a "
-                "test with Gaussian noise only; use the gate loss, or the proven accounting",
-                code="not-covered",
-            )
 
 
 ACCOUNTINGS: dict[str, Accounting] = {
