@@ -413,6 +413,7 @@ class Plan:
     # What it costs
 
     def charges(self) -> Charges:
+        """All events of a completed run, and how often each happens; tests of blocks come last."""
         counts = (phase.trials if phase.count is None else phase.count for phase in self.phases)
         return self._charges(tuple(counts), self.tests)
 
