@@ -1,11 +1,10 @@
 """Plans: everything that decides a run's privacy, fixed before it starts.
 
 A plan is a sequence of phases. A phase repeats one kind of step: a trial, or a choice from a menu
-that is made by what was released before. It says how many there are, whether all of them count or
-only those that are accepted, after how many trials a run gives up, and which noisy test follows.
-DP-SGD and DPSUR are one phase of equal trials, DPIS is one phase of choices from a menu, and a
-search for a learning rate has one phase for each of its blocks. Where steps are free to depend on
-what was released, the plan has a filter: an allowance that they must fit.
+that is made by what was released before. DP-SGD and DPSUR are one phase of equal trials, DPIS is
+one phase of choices from a menu, and a search for a learning rate has one phase for each of its
+blocks. Where steps are free to depend on what was released, the plan has a filter: an allowance
+that they must fit.
 
 Where rejections are not charged: the cap on trials, and ways to hide how many were rejected.
 

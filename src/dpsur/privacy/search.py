@@ -3,11 +3,8 @@
 Both rest on monotonicity alone: epsilon rises with the count and falls with the noise. Brackets
 grow geometrically and have ends, so a search always returns or says why it cannot.
 
-Noise that was calibrated before, on disk: a search takes seconds, and most runs repeat one.
-
-A stored number is a hint. Its epsilon is computed before it is used, and the search runs again
-if it does not fit the budget. A damaged or forged file can cost accuracy or time, but never
-privacy. Files hold public numbers only.
+Noise that was found before is kept on disk, as a hint: its epsilon is computed before it is used.
+A damaged or forged file can cost accuracy or time, never privacy. Files hold public numbers only.
 """
 
 import hashlib

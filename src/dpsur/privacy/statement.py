@@ -5,17 +5,13 @@ ask: definition and unit of privacy, adjacency, accounting, sampler, what is rel
 random numbers, arithmetic, tuning and side channels.
 
 A statement follows from a plan, the steps that were charged and a few facts of the run, and holds
-all of them. So it can be rebuilt from itself, with the version of texts that it names. That is
-what `dpsur verify` does, and compares.
+all of them. So `dpsur verify` can rebuild it from itself, and compare.
 
-The words of privacy statements, of their pages and of model cards, by version.
-
-A statement names the version that it was written with, and `dpsur verify` renders it with that one.
-To say something better, write `words/2.toml` with the reworded entries only: it lies on top of the
-version before. What was released keeps its words and verifies.
-
-An entry is a template, which is filled with `str.format`. An entry of a table has its label and its
-value on both sides of a bar; a version that lacks such an entry leaves the row out.
+Its words, those of its pages and of model cards have versions, of which a statement names one. To
+say something better, write the next file in `words/`, with the reworded entries only: it lies on
+top of the one before, and what was released keeps its words. An entry is a template for
+`str.format`. One of a table has its label and its value on both sides of a bar; a version that
+lacks such an entry leaves the row out.
 """
 
 import math
@@ -91,7 +87,7 @@ SAMPLED_BY = "sampled_by"
 RECORD, PERSON = "record", "person"
 # Noisy values that tests of blocks of updates release of a classifier.
 ACCURACY, BRIER = "training accuracy", "training Brier score"
-# Settings of one gate, or of one optimizer, which the others do not read.
+# Settings that only one gate, or one optimizer, reads.
 _SETTINGS_OF = {
     "gate": {
         "loss": ("val_noise_multiplier", "loss_clip", "accept_threshold", "on_reject"),

@@ -65,7 +65,6 @@ class Envelope:
 
     log_excess: float  # certified: log(Mom - 1) is at most this
     best: float  # log(Mom - 1) of the best choice found on the same atoms
-    lean: float  # where that choice lies: rho - 1
     lines: tuple[Line, ...]
 
 
@@ -108,11 +107,8 @@ def edge(f: Frame, sign: float) -> tuple[float, Line]:
     top = sign * f.lean
     theta, choice = sup_ratio(top, f.den, -2.0 * f.lean_sum / f.den_floor)
     residual = max(float((top - theta * f.den).max(axis=0).sum()), 0.0)
-    slack = (
-        residual
-        + LINEAR * (abs(theta) * f.den_sum + f.lean_sum)
-        + f.tail_linear * (1.0 + abs(theta))
-    )
+    margin = LINEAR * (abs(theta) * f.den_sum + f.lean_sum)
+    slack = residual + margin + f.tail_linear * (1.0 + abs(theta))
     return sign * (theta + slack / f.den_floor), Line(math.inf, math.inf, *_reached(f, choice))
 
 
@@ -122,9 +118,8 @@ def log_excess(f: Frame, height: float, slope: float, lean: float, margin: float
         return math.inf
     exponent = f.alpha * math.log1p(lean)
     if exponent > 30.0:
-        curve = math.exp(min(exponent - f.scale, 700.0)) - math.exp(-f.scale) * (
-            1.0 + f.alpha * lean
-        )
+        linear = math.exp(-f.scale) * (1.0 + f.alpha * lean)
+        curve = math.exp(min(exponent - f.scale, 700.0)) - linear
     else:
         curve = phi_at(f.alpha, lean) * math.exp(-f.scale)
     value = height + slope * lean - curve
@@ -163,14 +158,12 @@ class _Piece(NamedTuple):
 def _under(f: Frame, roof: tuple[Line, Line], lo: float, hi: float) -> float:
     """The bound on [lo, hi] under two lines: each is used on its own side of the crossing."""
     left, right = roof
-    if not math.isfinite(left.height):
-        return _peak(f, right, lo, hi)
-    if not math.isfinite(right.height):
-        return _peak(f, left, lo, hi)
+    for line, other in ((left, right), (right, left)):
+        if not math.isfinite(line.height):
+            return _peak(f, other, lo, hi)
     cross = hi
     if left.slope != right.slope:
-        cross = (left.height - right.height) / (right.slope - left.slope)
-    cross = min(max(cross, lo), hi)
+        cross = min(max((left.height - right.height) / (right.slope - left.slope), lo), hi)
     return max(_peak(f, left, lo, cross), _peak(f, right, cross, hi))
 
 
@@ -189,22 +182,11 @@ def envelope(f: Frame, tolerance: float) -> Envelope:
     # a0 and a1 lie in [1, r] and E[L] = 1, so u is in [1/r, r] whatever the margins say
     lo = max(lo, (1.0 / f.accept_ratio) / f.centre * (1.0 - RELATIVE) - 1.0)
     hi = min(hi, f.accept_ratio / f.centre * (1.0 + RELATIVE) - 1.0)
-    lines: list[Line] = []
-    best, best_lean = -math.inf, 0.0
-
-    def attained(line: Line) -> None:
-        nonlocal best, best_lean
-        value = log_excess(f, line.level, 0.0, line.lean)
-        if value > best:
-            best, best_lean = value, line.lean
-
-    attained(first)
-    attained(last)
     start = tangent(f, 0.0, 0.0)
     if not (lo <= hi and math.isfinite(start.height) and math.isfinite(start.lean)):
-        return Envelope(math.inf, -math.inf, 0.0, (start,))
-    lines.append(start)
-    attained(start)
+        return Envelope(math.inf, -math.inf, (start,))
+    lines = [start]
+    best = max(log_excess(f, line.level, 0.0, line.lean) for line in (first, last, start))
     middle = min(max(start.lean, lo), hi)
     pieces = [
         _piece(f, lo, middle, first, start, [(first, start)]),
@@ -225,7 +207,7 @@ def envelope(f: Frame, tolerance: float) -> Envelope:
         chord = left.level - slope * left.lean
         new = tangent(f, slope, chord)
         lines.append(new)
-        attained(new)
+        best = max(best, log_excess(f, new.level, 0.0, new.lean))
         # Mixing two choices attains every point of the chord between them.
         for place in _stationary(f, slope, chord, left.lean, right.lean):
             best = max(best, log_excess(f, chord, slope, place))
@@ -236,7 +218,7 @@ def envelope(f: Frame, tolerance: float) -> Envelope:
         pieces.append(_piece(f, a, new.lean, left, new, [(old[0], new), old]))
         pieces.append(_piece(f, new.lean, b, new, right, [(new, old[1]), old]))
     top = max([closed, *(p.bound for p in pieces)])
-    return Envelope(top, best, best_lean, tuple(lines))
+    return Envelope(top, best, tuple(lines))
 
 
 @dataclass(frozen=True)

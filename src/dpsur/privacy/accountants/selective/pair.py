@@ -195,14 +195,15 @@ def bracket(q: float, s: float, alpha: float, direction: Direction, nodes: int) 
     """Both finite pairs on one mesh suited to this order and direction."""
     z = mesh(q, s, alpha, direction, nodes)
     mass0, mass1, left, right = _log_sums(z, s)
-    lo, hi = float(z[0]), float(z[-1])
     ends0, ends1 = _log_ends(z, s)
     cells0 = np.concatenate((ends0[:1], mass0, ends0[1:]))
     cells1 = np.concatenate((ends1[:1], mass1, ends1[1:]))
+    power = _power(alpha, direction)
+    beyond = np.logaddexp(_left_tail(q, s, power, z[:1]), _right_tail(q, s, power, z[-1:]))
     return Bracket(
         chord=_chord(q, s, z, left, right),
         cells=_pair(q, cells0, cells1 - cells0),
-        tails=_tails(q, s, _power(alpha, direction), lo, hi, ends0, ends1),
+        tails=Tails(_mass_outside(q, ends0, ends1), log_moment=float(beyond[0]) + 1e-9),
     )
 
 
@@ -230,14 +231,6 @@ def _right_tail(q: float, s: float, power: float, z: Array) -> Array:
     tilt, reach = rate * z, (rate * s * s - z) / s
     found: Array = power * log_ratio - tilt + 0.5 * (rate * s) ** 2 + log_ndtr(reach)
     return found
-
-
-def _tails(
-    q: float, s: float, power: float, lo: float, hi: float, ends0: Array, ends1: Array
-) -> Tails:
-    left, right = _left_tail(q, s, power, np.array([lo])), _right_tail(q, s, power, np.array([hi]))
-    moment = float(np.logaddexp(left, right)[0]) + 1e-9
-    return Tails(_mass_outside(q, ends0, ends1), log_moment=moment)
 
 
 # Rounding margins. Weights, logarithms (up to 1e6 in size) and phi are computed to better than
@@ -359,7 +352,10 @@ def frame(
         log_den = np.log(a0) + log_b + pair.log_ratio
         den = a0 * b * pair.weighted_ratio
         lean = -a0 * ((dev + gain * u) * pair.weight + u * b * pair.weighted_excess) / u
-    lean_sum = np.abs(lean).max(axis=0).sum() + _cancelled(pair, corner, dev)
+    # the size of the parts whose difference is den (x - 1), which sets its rounding error
+    parts = (np.abs(gain) + abs(dev)) * pair.weight + b * np.abs(pair.weighted_excess)
+    cancelled = float((a0 * parts).max(axis=0).sum()) * (1.0 + 1.0 / u)
+    lean_sum = np.abs(lean).max(axis=0).sum() + cancelled
     value, error, scale = _values(pair, alpha, y, size, log_far, log_den, den, lean)
     tail_value = tail_linear = 0.0
     if tails is not None:
@@ -378,13 +374,6 @@ def frame(
         float(den.min(axis=0).sum()) * (1 - RELATIVE), float(den.max(axis=0).sum()),
         float(lean_sum), tail_value, tail_linear,
     )  # fmt: skip
-
-
-def _cancelled(pair: Pair, corner: Vertices, dev: float) -> float:
-    """The size of the parts whose difference is den (x - 1), which sets its rounding error."""
-    b = 1.0 + corner.gain
-    parts = (np.abs(corner.gain) + abs(dev)) * pair.weight + b * np.abs(pair.weighted_excess)
-    return float((corner.base * parts).max(axis=0).sum()) * (1.0 + 1.0 / (1.0 + dev))
 
 
 def _values(
@@ -409,15 +398,11 @@ def _values(
         flat = shrink * np.where(far, den + alpha * lean, 0.0)
         value = np.where(far, np.maximum(moment - flat, 0.0), near_value)
         # |phi'| times the rounding error of x, plus the two parts that nearly cancel in phi
-        slope = (
-            alpha
-            * np.abs(np.expm1((alpha - 1) * np.where(far, 0.0, log_x)))
-            * np.where(far, 0.0, size)
-        )
+        near_x = np.where(far, 0.0, log_x)
+        slope = alpha * np.abs(np.expm1((alpha - 1) * near_x)) * np.where(far, 0.0, size)
         parts = np.where(far, 0.0, np.abs(alpha * near_y) * (np.abs(alpha * near_y) > 5e-3))
-        parts = parts + np.where(
-            far, 0.0, np.expm1(np.maximum(alpha * np.where(far, 0.0, log_x), 0.0))
-        ) * (parts > 0)
+        powers = np.where(far, 0.0, np.expm1(np.maximum(alpha * near_x, 0.0)))
+        parts = parts + powers * (parts > 0)
         error = RELATIVE * value + ROUND * den * shrink * (slope + parts)
         error = error + np.where(far, RELATIVE * moment + ROUND * np.abs(flat), 0.0)
     return value + error, error, scale
