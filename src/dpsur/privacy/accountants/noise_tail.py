@@ -21,8 +21,6 @@ from dpsur.privacy.events import (
     Gaussian,
     LossTest,
     Menu,
-    NoisyChoice,
-    NonPrivate,
     SampledGaussian,
     ThresholdedGaussian,
     Trial,
@@ -64,8 +62,6 @@ def check_tail(tail: float, noise_multiplier: float, count: int, delta: float) -
 @lru_cache(maxsize=4096)
 def _lost(event: Event, verdicts_charged: bool) -> float:
     match event:
-        case NonPrivate() | NoisyChoice():
-            return 0.0
         case ThresholdedGaussian(noise_multiplier=sigma, delta=delta):
             return out_of_reach(1.0, sigma) + delta
         case Gaussian(noise_multiplier=sigma):
@@ -80,15 +76,14 @@ def _lost(event: Event, verdicts_charged: bool) -> float:
         case Menu(choices=choices, repeats=repeats):
             return repeats * max(_lost(choice, verdicts_charged) for choice in choices)
         case Trial(update=update):
-            gate = event.gate
+            gate, lost = event.gate, _lost(update, verdicts_charged)
             if gate is None:
-                return _lost(update, verdicts_charged)
+                return lost
             if verdicts_charged:
-                tested = _lost(gate, verdicts_charged) if isinstance(gate, LossTest) else 0.0
-                return _lost(update, verdicts_charged) + tested
+                return lost + _lost(gate, verdicts_charged)
             least = gate.accept_min or 1.0  # a gate that may never accept is refused by name
-            return _lost(update, verdicts_charged) * gate.accept_max / least
-    return 0.0  # a coin has no Gaussian noise
+            return lost * gate.accept_max / least
+    return 0.0  # a coin, or a choice, has no Gaussian noise
 
 
 def out_of_reach(

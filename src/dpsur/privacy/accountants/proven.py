@@ -300,11 +300,9 @@ class Store:
             return
         merged = self._read() | self._known
         values = {k: [v.lower.hex(), v.upper.hex()] for k, v in sorted(merged.items())}
-        text = json.dumps(
-            {"key": self._key, "values": values, "digest": _digest(self._key, values)}
-        )
+        content = {"key": self._key, "values": values, "digest": _digest(self._key, values)}
         is_new = not self._path.exists()
-        write_cache(self._path, text.encode())
+        write_cache(self._path, json.dumps(content).encode())
         if is_new:
             _drop_oldest(self._path.parent)
         self._fresh = False
@@ -328,14 +326,12 @@ class Store:
 
 
 def _drop_oldest(folder: Path) -> None:
-    files = list(folder.glob("selective-*.json"))
-    if len(files) <= MOST_FILES:
-        return
     ages = []
-    for path in files:
+    for path in folder.glob("selective-*.json"):
         with contextlib.suppress(OSError):  # another process was faster
             ages.append((path.stat().st_mtime, path))
-    for _, path in sorted(ages)[: len(ages) - MOST_FILES * 9 // 10]:
+    most = len(ages) if len(ages) <= MOST_FILES else MOST_FILES * 9 // 10
+    for _, path in sorted(ages)[: len(ages) - most]:
         with contextlib.suppress(OSError):
             path.unlink()
 

@@ -129,12 +129,8 @@ def sampled_gaussian_rdp(q: float, sigma: float, alpha: int) -> float:
         return alpha / 2 * precision(sigma)
     k = np.arange(alpha + 1)
     log_binomial = gammaln(alpha + 1) - gammaln(k + 1) - gammaln(alpha - k + 1)
-    log_terms = (
-        log_binomial
-        + (alpha - k) * math.log1p(-q)
-        + k * math.log(q)
-        + (k * k - k) * precision(sigma) / 2
-    )
+    log_joins = log_binomial + (alpha - k) * math.log1p(-q) + k * math.log(q)
+    log_terms = log_joins + (k * k - k) * precision(sigma) / 2
     return max(0.0, float(logsumexp(log_terms))) / (alpha - 1)
 
 
@@ -161,8 +157,9 @@ def composed_epsilon(charges: Sequence[tuple[Event, int]], delta: float) -> floa
     """Smallest epsilon over the paper's orders for events, each repeated a number of times."""
     if all(count == 0 for _, count in charges):
         return 0.0
-    totals = (
-        (alpha, sum(count * event_rdp(event, alpha) for event, count in charges if count))
-        for alpha in PAPER_ORDERS
-    )
-    return max(0.0, min(epsilon_from_rdp(total, alpha, delta) for alpha, total in totals))
+
+    def epsilon(alpha: int) -> float:
+        total = sum(count * event_rdp(event, alpha) for event, count in charges if count)
+        return epsilon_from_rdp(total, alpha, delta)
+
+    return max(0.0, min(map(epsilon, PAPER_ORDERS)))
