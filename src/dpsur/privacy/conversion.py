@@ -32,8 +32,8 @@ from dpsur.privacy.events import (
     Trial,
     any_joins,
 )
-from dpsur.privacy.plan import Plan
-from dpsur.privacy.search import least_noise
+from dpsur.privacy.plan import Charges, Plan
+from dpsur.privacy.planning import fitted_noise
 
 NOT_HELD_OUT = (
     "the figures of held-out records are covered for one record, which is either trained on or "
@@ -163,11 +163,10 @@ def samplings_of_persons(
             if sampling == "record" and records_each == 1:
                 continue  # the same
 
-            def epsilon_of(noise: float, joining: int = joining) -> float:
-                update = SampledGaussian(rate, noise, joining)
-                return accounting.epsilon([*before, (update, updates)], budget.delta)
+            def charges(noise: float, joining: int = joining) -> Charges:
+                return [*before, (SampledGaussian(rate, noise, joining), updates)]
 
-            noise = least_noise(epsilon_of, budget.epsilon)
+            noise = fitted_noise(charges, accounting, budget, by_tail=True)
             if noise is not None:
                 size = rate * units
                 found.append(PersonSampling(sampling, records_each, size, noise, noise / size))

@@ -49,10 +49,6 @@ class Words(dict[str, str]):
         label, _, value = self[name].partition(" | ")
         return [(label.format(**values), value.format(**values))]
 
-    def lines(self, name: str) -> list[str]:
-        """A template of several items, one to a line."""
-        return self[name].splitlines()
-
 
 def _read(folder: Path) -> dict[int, Words]:
     found: dict[int, Words] = {}
@@ -233,7 +229,7 @@ def privacy_statement(
         "tuning": words["tuning"],
         "hide_rejections": facts.hide_rejections,
         "side_channels": _side_channels(words, facts.hide_rejections),
-        "not_covered": words.lines(f"{unit} not covered"),
+        "not_covered": words[f"{unit} not covered"].splitlines(),
         "versions": dict(facts.versions),
     }
     for name, value in more.items():
@@ -250,7 +246,7 @@ def _arithmetic(words: Words, *, seeded: bool, tf32: bool, bf16: bool) -> str:
 
 def _side_channels(words: Words, way: str) -> list[str]:
     """What anyone who watches a run, or reads its folder, learns beyond the release."""
-    return [*words.lines(f"watched {way}"), words["private folder"]]
+    return [*words[f"watched {way}"].splitlines(), words["private folder"]]
 
 
 def with_counts(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
