@@ -172,3 +172,11 @@ def test_figures_of_one_value_share_a_line():
     (found,) = opinions(dict.fromkeys(("proven", "every_trial"), (epsilon, charges)), DELTA)
     assert found.figures == ("proven", "every_trial")
     assert "(proven, every_trial) confirmed by dp-accounting 0.6" in found.describe()
+
+
+def test_an_update_and_a_test_that_are_alike_count_as_two():
+    trial = Trial(UPDATE, LossTest(UPDATE.sample_rate, UPDATE.noise_multiplier, 0.0))
+    (parts,) = second_opinion._known_parts([(trial, 5)], selected=False)
+    assert parts == ((UPDATE, 10),)
+    (parts,) = second_opinion._known_parts([(trial, 5)], selected=True)
+    assert parts == ((UPDATE, 5),)

@@ -23,7 +23,6 @@ from dpsur.privacy.accountants import pld
 from dpsur.privacy.accountants.pld import joining
 from dpsur.privacy.accounting import ACCOUNTINGS, Accounting, Charges
 from dpsur.privacy.events import (
-    Event,
     Gaussian,
     Menu,
     NoisyChoice,
@@ -159,28 +158,22 @@ def _opinion(
 
 
 def _known_parts(charges: Charges, selected: bool) -> Iterator[Parts]:
-    """What dp-accounting can compose: one sequence, or one for every choice of a menu."""
-    menus = [event for event, count in charges if count and isinstance(event, Menu)]
-    offered = max((len(menu.choices) for menu in menus), default=1)
+    """What dp-accounting can compose: one sequence, or one for every choice of a menu.
+
+    What is left out makes it cheaper, never costlier.
+    """
+    made = [(event, count) for event, count in charges if count]
+    offered = max((len(menu.choices) for menu, _ in made if isinstance(menu, Menu)), default=1)
     for choice in range(offered):
         parts: Counter[Gaussian | SampledGaussian] = Counter()
-        for event, count in charges:
-            if count:
-                parts.update(dict(_gaussians(event, count, selected, choice)))
+        for event, count in made:
+            gated = selected and isinstance(event, Trial) and event.gate is not None
+            for part in mechanisms(event)[: 1 if gated else None]:  # the update comes first
+                if isinstance(part, Menu):
+                    parts[part.choices[min(choice, len(part.choices) - 1)]] += part.repeats * count
+                elif isinstance(part, Gaussian | SampledGaussian):
+                    parts[part] += count
         yield tuple(parts.items())
-
-
-def _gaussians(
-    event: Event, count: int, selected: bool, choice: int
-) -> Iterator[tuple[Gaussian | SampledGaussian, int]]:
-    """The Gaussian mechanisms of an event. What is left out makes it cheaper, never costlier."""
-    if selected and isinstance(event, Trial) and event.gate is not None:
-        event = event.update
-    for part in mechanisms(event):
-        if isinstance(part, Menu):
-            yield part.choices[min(choice, len(part.choices) - 1)], part.repeats * count
-        elif isinstance(part, Gaussian | SampledGaussian):
-            yield part, count
 
 
 @lru_cache(maxsize=16)
