@@ -293,8 +293,8 @@ def outcome(run):
 def drifting_run(method):
     """A run in which the state of one rank changes by one bit."""
     session = session_of(method)
-    ranks, step = session.ranks, type(session.procedure).update_in_place
-    calls = []
+    ranks, proposer, calls = session.ranks, type(session.procedure.proposer), []
+    step = proposer.update_in_place
 
     def update_in_place(self, state, *rest):
         found = step(self, state, *rest)
@@ -303,11 +303,11 @@ def drifting_run(method):
             next(iter(state.params.values())).view(torch.int64).view(-1)[0] ^= 1
         return found
 
-    type(session.procedure).update_in_place = update_in_place
+    proposer.update_in_place = update_in_place
     try:
         session.run()
     finally:
-        type(session.procedure).update_in_place = step
+        proposer.update_in_place = step
 
 
 def ledger_of(folder):
