@@ -345,7 +345,7 @@ class Attributes:
         self._models, self._given = tuple(models), given or {}
         # a container, what it held, and of which attribute of which module it is a part
         self._held: list[tuple[Any, Any, nn.Module, str]] = []
-        self._own: list[tuple[dict[str, Any], dict[str, Any], nn.Module]] = []
+        self._own: list[tuple[dict[str, Any], dict[str, Any], nn.Module, type[nn.Module]]] = []
         self._tensors = [(value, value._version) for value in self._given.values()]
         self._saved: list[tuple[dict[str, Any], str, Any]] = []  # buffers of the saved state
         self._seen: set[int] = set()
@@ -359,7 +359,7 @@ class Attributes:
                 continue
             self._seen.add(id(own))
             held = own.copy()
-            self._own.append((own, held, module))
+            self._own.append((own, held, module, type(module)))
             self._tensors += [
                 (value, value._version)
                 for value in module._parameters.values()
@@ -404,7 +404,9 @@ class Attributes:
         changed: list[tuple[nn.Module, str]] = []
         written = [value for value, version in self._tensors if value._version != version]
         written += [value for own, name, value in self._saved if own.get(name) is not value]
-        for own, held, module in self._own:
+        for own, held, module, kind in self._own:
+            if type(module) is not kind:
+                module.__class__ = kind
             if not _same(own, held):
                 both = own.keys() | held.keys()
                 changed += [(module, key) for key in both if own.get(key) is not held.get(key)]
@@ -423,7 +425,8 @@ class Attributes:
         if written:
             raise UnsupportedModelError(
                 f"{self._name_of(written[0])} changes during a forward pass and would carry "
-                "private records into the release; make the forward pass free of side effects"
+                "private records into the release; make the forward pass free of side effects "
+                "(metrics: return the figures beside the loss)"
             )
         return changed
 

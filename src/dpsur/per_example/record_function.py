@@ -322,7 +322,7 @@ class RecordFunction:
         for record in range(records):
             one = map_tensors(lambda value: value[record : record + 1], batch, otherwise=keep)  # noqa: B023
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self._without_side_effects(None):
                     *_, level = self._together(function, one, 1, None, way)
                 level.check_survivors()
                 found.append(False)

@@ -148,6 +148,30 @@ by_length(
     note=lambda self, length: length > LENGTH and setattr(self, "child", nn.Tanh()),
     kept=lambda self: self.child(torch.tensor(3.0)),
 )
+
+
+def hooked(self, length):
+    """In the record level this raises; then each record is tried alone."""
+    if length > LENGTH:
+        self.head.register_full_backward_hook(lambda module, given, out: (2 * given[0],))
+
+
+class Doubled(Lengths):
+    def forward(self, text):
+        return 2 * super().forward(text) + self.head.bias
+
+
+def become(self, length):
+    if length > LENGTH:
+        self.__class__ = Doubled
+
+
+by_length("backward hook registered for a long text", note=hooked)
+by_length(
+    "settings of a layer for a long text",
+    note=lambda self, length: length > LENGTH and setattr(self.words, "padding_idx", None),
+)
+by_length("another class after a long text", note=become)
 by_length(
     "longest in an object of a class",
     start=lambda self: setattr(self, "held", SimpleNamespace(longest=3)),
