@@ -191,6 +191,16 @@ def test_only_a_step_opens_a_batch():
         _, _ = batch
 
 
+def test_a_batch_may_be_moved_by_the_loop(sums):
+    found = []
+    for moved in (lambda batch: batch, lambda batch: batch.to("cpu")):
+        engine, _, _, loader = private()
+        step = engine.private_step(cross_entropy)
+        step(moved(next(iter(loader))))
+        found.append(sums.pop())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 def test_a_batch_is_used_once():
     engine, _, _, loader = private()
     step = engine.private_step(cross_entropy)
@@ -511,6 +521,14 @@ def test_a_loss_of_several_numbers_is_refused():
     engine, _, _, loader = private()
     with pytest.raises(InvalidInputError, match=r"reduce it with \.mean\(\)"):
         engine.private_step(lambda model, batch: model(batch[0]))(next(iter(loader)))
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.item, lambda loss: (loss, loss)])
+def test_what_is_no_loss_is_refused_with_what_to_return(change):
+    engine, _, _, loader = private()
+    step = engine.private_step(lambda model, batch: change(cross_entropy(model, batch)))
+    with pytest.raises(InvalidInputError, match="other figures as {'loss'"):
+        step(next(iter(loader)))
 
 
 def test_an_empty_batch_is_noise_alone(sums):

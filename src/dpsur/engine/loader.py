@@ -62,7 +62,8 @@ class Unreadable:
 
 
 _OPENED = (
-    "a private step alone opens it; pass it on, as in `step(batch)`, and use it inside the function"
+    "a private step alone opens it; pass it on, as in `step(batch)`, and use it inside the "
+    "function (to evaluate on records, read the data set itself)"
 )
 
 
@@ -75,8 +76,9 @@ class PrivateBatch:
     records of one person.
     """
 
-    def __init__(self, groups: tuple[Any, ...]) -> None:
+    def __init__(self, groups: tuple[Any, ...], number: object = None) -> None:
         self.__groups = groups
+        self.__number = object() if number is None else number  # the same wherever it is moved
 
     def __repr__(self) -> str:
         return "PrivateBatch(opened by engine.private_step)"
@@ -109,9 +111,8 @@ class PrivateBatch:
         return self._map(lambda value: value.pin_memory())
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "PrivateBatch":
-        return PrivateBatch(
-            tuple(map_tensors(change, group, otherwise=keep) for group in self.__groups)
-        )
+        moved = tuple(map_tensors(change, group, otherwise=keep) for group in self.__groups)
+        return PrivateBatch(moved, self.__number)
 
 
 def settings_of(batch: Any) -> object:
@@ -127,6 +128,12 @@ def _comparable(value: Any) -> object:
         return type(value), *((name, _comparable(one)) for name, one in value.items())
     plain = isinstance(value, Hashable) and not isinstance(value, Tensor)
     return (type(value), value) if plain else object()
+
+
+def is_same_batch(batch: PrivateBatch, other: Any) -> bool:
+    """Whether a batch is another one, or this one on another device."""
+    name = "_PrivateBatch__number"
+    return isinstance(other, PrivateBatch) and vars(batch)[name] is vars(other)[name]
 
 
 def groups_of(batch: PrivateBatch) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ from dpsur.engine.loader import (
     PrivateBatch,
     PrivateLoader,
     groups_of,
+    is_same_batch,
     opened,
     records_in,
     settings_of,
@@ -417,7 +418,7 @@ class PrivateLoop:
                 "for every batch that the loader from make_private yields"
             )
         if isinstance(batch, PrivateBatch):
-            if batch is not self._content:
+            if not is_same_batch(batch, self._content):
                 raise StepError("a private step was given another batch than the latest one")
             found = batch
         elif self._loader.poisson.by_person:

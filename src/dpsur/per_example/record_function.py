@@ -525,7 +525,12 @@ def _outputs(found: Any) -> tuple[Tensor, dict[str, Tensor]]:
         shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
         raise InvalidInputError(
             "the function must return the loss, a tensor of one number, or a mapping with 'loss'; "
-            f"it returned {type(found).__name__}{shape}: reduce it with .mean() or .sum()"
+            f"it returned {type(found).__name__}{shape}: "
+            + (
+                "reduce it with .mean() or .sum()"
+                if shape
+                else "leave out .item(), and return other figures as {'loss': ..., 'accuracy': ...}"
+            )
         )
     if not found.is_floating_point():
         raise InvalidInputError(
