@@ -40,7 +40,6 @@ class Ranks:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default=_NO_DEVICE, compare=False)
-    owned: bool = field(default=False, compare=False)  # whether `connect` made the process group
 
     @property
     def is_main(self) -> bool:
@@ -169,8 +168,7 @@ class Ranks:
                 said = str(error) if isinstance(error, DpsurError) else type(error).__name__
                 with suppress(Exception):
                     _store().set(_FAILURE, f"rank {self.rank} has stopped: {said}")
-            if self.owned:  # closed connections end the ranks that wait for this one
-                _close()
+            _close()  # closed connections end the ranks that wait for this one
             raise
 
     @contextmanager
@@ -311,10 +309,9 @@ def connect(device: torch.device, timeout: float = DEFAULT_TIMEOUT) -> Ranks:
         return ALONE
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    owned = not dist.is_initialized()
-    if owned:
+    if not dist.is_initialized():
         _join("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout)
-    return Ranks(dist.get_rank(), dist.get_world_size(), device, owned or _made_here)
+    return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 
 _made_here = False
@@ -346,6 +343,7 @@ def _join(backend: str, timeout: float) -> None:
 
 
 def _close() -> None:
+    """Leave the process group, if `connect` made it."""
     global _made_here
     if _made_here and dist.is_initialized():
         _made_here = False

@@ -106,37 +106,12 @@ class OptimizerMethod(Method):
         tuple(SHAPES),
         group=UPDATES,
     )
-    optimizer: str = option(
-        "sgd",
-        "optimizer",
-        ("sgd", "adam"),
-        group=OPTIMIZER,
-    )
-    momentum: float = option(
-        0.9,
-        "momentum (sgd)",
-        group=OPTIMIZER,
-    )
-    adam_beta1: float = option(
-        0.9,
-        "decay of the mean (adam)",
-        group=OPTIMIZER,
-    )
-    adam_beta2: float = option(
-        0.999,
-        "decay of the mean square (adam)",
-        group=OPTIMIZER,
-    )
-    adam_eps: float = option(
-        1e-7,
-        "added to the root of the mean square (adam)",
-        group=OPTIMIZER,
-    )
-    average_decay: float | None = option(
-        None,
-        AVERAGE_HELP,
-        group=OPTIMIZER,
-    )
+    optimizer: str = option("sgd", "optimizer", ("sgd", "adam"), group=OPTIMIZER)
+    momentum: float = option(0.9, "momentum (sgd)", group=OPTIMIZER)
+    adam_beta1: float = option(0.9, "decay of the mean (adam)", group=OPTIMIZER)
+    adam_beta2: float = option(0.999, "decay of the mean square (adam)", group=OPTIMIZER)
+    adam_eps: float = option(1e-7, "added to the root of the mean square (adam)", group=OPTIMIZER)
+    average_decay: float | None = option(None, AVERAGE_HELP, group=OPTIMIZER)
 
     def __post_init__(self) -> None:
         self.make_optimizer()

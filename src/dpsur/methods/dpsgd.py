@@ -78,13 +78,7 @@ class Dpsur(GradientMethod):
     name = "dpsur"
     summary = "selective update and release (Fu et al. 2024): an update must pass a test to count"
 
-    gate: str | gates.Gate | None = option(
-        None,
-        GATE_HELP,
-        GATES,
-        group=GATE,
-        common=True,
-    )
+    gate: str | gates.Gate | None = option(None, GATE_HELP, GATES, group=GATE, common=True)
 
     @property
     def label(self) -> str:
@@ -109,12 +103,7 @@ class Nonprivate(OptimizerMethod):
     name = "nonprivate"
     summary = "no privacy at all: the reference that private methods are held against"
 
-    learning_rate: float = option(
-        0.05,
-        "learning rate at the start",
-        group=UPDATES,
-        common=True,
-    )
+    learning_rate: float = option(0.05, "learning rate at the start", group=UPDATES, common=True)
     batch_size: int | None = option(
         None,
         f"expected size of a batch (default: {DEFAULT_BATCH})",

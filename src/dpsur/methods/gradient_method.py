@@ -143,13 +143,7 @@ class GradientMethod(OptimizerMethod):
         "expected size of a Poisson batch for the test (default: about sqrt(N), a power of two)",
         group=GATE_OPTIONS,
     )
-    gate: str | gates.Gate | None = option(
-        NO_GATE,
-        GATE_HELP,
-        GATES,
-        group=GATE,
-        common=True,
-    )
+    gate: str | gates.Gate | None = option(NO_GATE, GATE_HELP, GATES, group=GATE, common=True)
     val_noise_multiplier: float | None = option(
         None,
         "noise of the gate loss relative to twice its clip bound (default: 1, or more where the "
