@@ -396,7 +396,7 @@ def clip_tape(
     # The last layer first: what it kept is given back before larger things are worked on.
     for name in reversed(params):
         out = None if places is None else places[name]
-        with torch.no_grad(), precision(tf32=False):
+        with precision(tf32=False):
             found = tape.weighted_sum(name, factors, last=True, out=out, add=add)
         yield name, found
 
