@@ -74,7 +74,7 @@ class PrivateTraining(lightning.Callback):  # type: ignore[misc]
             try:
                 found = plain_step(*args)
             finally:
-                task.log, task.log_dict = plain_log, _each(plain_log)
+                del task.log, task.log_dict
             found = found if isinstance(found, Mapping) else {"loss": found}
             return {**{f"log/{name}": value for name, value in figures.items()}, **found}
 
