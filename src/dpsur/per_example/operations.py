@@ -1,7 +1,7 @@
-"""Operations on parameters that a model uses directly, and not by a layer with a rule.
+"""Operations on parameters: those of most layers, and those of parameters that belong to none.
 
-A layer scale, `F.linear(x, table.weight)` or a weight that is standardised before a convolution are
-seen by the record level as calls of torch functions:
+`F.linear` of a layer or of `table.weight`, a layer scale, or a weight that is standardised before a
+convolution are seen by the record level as calls of torch functions:
 
 - an operation on parameters alone gives a derived weight (`Tape.derive`), whose per-example
   gradients are carried back to the parameters after the backward pass;
