@@ -426,9 +426,9 @@ def noise_of_the_first_step_repeated(patch):
 
 
 def forget_the_test(patch):
-    real = pld._parts
+    real = pld.mechanisms
     untested = lambda event: event.update if isinstance(event, Trial) else event  # noqa: E731
-    patch.setattr(pld, "_parts", lambda event: real(untested(event)))
+    patch.setattr(pld, "mechanisms", lambda event: real(untested(event)))
 
 
 def first_host_batch_again(patch):
