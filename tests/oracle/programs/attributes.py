@@ -17,7 +17,7 @@ from tests.oracle.programs.layers import trained
 from tests.oracle.programs.models import BagOfWords, Tagger, TwoLayers
 from tests.oracle.records import LENGTH, RAGGED, TABLE, TEXTS
 
-legitimate, _ = family("attributes")
+legitimate, coupled = family("attributes")
 CHANGES = refused("changes during a forward pass")
 
 
@@ -243,3 +243,48 @@ def cache_by_length():
             return (super().forward(text) * self.cache[length][:, None]).mean(1)
 
     return trained(Model())
+
+
+@legitimate(TEXTS, opacus=refused("outlives its step"))
+def keys_and_values_in_a_list():
+    """As a cache of a decoder grows, word by word."""
+
+    class Model(Tagger):
+        def __init__(self):
+            super().__init__()
+            self.cache = []
+
+        def forward(self, text):
+            self.cache.clear()
+            found = []
+            for place in range(text.shape[1]):
+                self.cache.append(self.words(text[:, place : place + 1]))
+                known = torch.cat(self.cache, 1)
+                found.append((self.cache[-1] @ known.transpose(1, 2)).softmax(-1) @ known)
+            return self.head(self.over_time(torch.cat(found, 1))[0]).mean(1)
+
+    return trained(Model())
+
+
+@legitimate(TABLE, opacus=refused("outlives its step"))
+def features_of_a_hook_in_an_attribute():
+    model = TwoLayers()
+    model.seen = {}
+    model.first.register_forward_hook(lambda _, __, out: model.seen.update(first=out))
+
+    def loss(model, batch):
+        found = F.cross_entropy(model(batch[0]), batch[1])
+        return found + model.seen["first"].square().mean()
+
+    return Setup(model, loss)
+
+
+@coupled(TABLE, private_step=refused("puts attributes of modules back"), opacus=None)
+def features_of_a_hook_in_a_closure():
+    model, seen = TwoLayers(), {}
+    model.first.register_forward_hook(lambda _, __, out: seen.update(first=out))
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1]) + seen["first"].square().mean()
+
+    return Setup(model, loss)
