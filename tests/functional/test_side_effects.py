@@ -154,3 +154,15 @@ def test_a_model_without_side_effects_is_left_in_peace():
         problem.outputs(params, problem.train.inputs)
     params["0.weight"].mul_(2.0)  # between passes weights may change: this is how they are trained
     clipped_sum(problem, params, problem.train, 0.1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_part_in_torchscript_is_watched_too():
+    scripted = torch.jit.script(Counting(frozen=False))
+    model = nn.Sequential(scripted.eval())
+    with without_side_effects((model,)) as changed:
+        model(blobs().inputs)
+    assert not changed
+    model.train()
+    with pytest.raises(UnsupportedModelError, match="seen changes"), without_side_effects((model,)):
+        model(blobs().inputs)

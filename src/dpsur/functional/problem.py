@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
@@ -358,13 +359,12 @@ class Attributes:
             if id(own) in self._seen:
                 continue
             self._seen.add(id(own))
+            self._note(module._parameters.values())
+            if isinstance(module, torch.jit.ScriptModule):  # whose attributes are not in Python
+                self._note(module._buffers.values())
+                continue
             held = own.copy()
             self._own.append((own, held, module, type(module)))
-            self._tensors += [
-                (value, value._version)
-                for value in module._parameters.values()
-                if value is not None and not value.is_inference()
-            ]
             for name in held.keys() - _KNOWN:
                 if type(held[name]) not in _LEAVES:
                     self._add(held[name], module, name)
@@ -382,8 +382,7 @@ class Attributes:
 
     def _add(self, value: Any, module: nn.Module, name: str) -> None:
         if isinstance(value, Tensor):
-            if not value.is_inference() and id(value) not in self._seen:
-                self._tensors.append((value, value._version))
+            self._note([value])
         elif isinstance(value, nn.Module):
             self._visit(value)
         elif isinstance(value, (dict, list, set, deque, tuple)) and id(value) not in self._seen:
@@ -395,6 +394,16 @@ class Attributes:
             if not _LEAVES.issuperset(map(type, items)):
                 for item in items:
                     self._add(item, module, name)
+
+    def _note(self, tensors: Iterable[Tensor | None]) -> None:
+        self._tensors += [
+            (value, value._version)
+            for value in tensors
+            if value is not None
+            and id(value) not in self._seen
+            and not is_lazy(value)
+            and not value.is_inference()
+        ]
 
     def put_back(self) -> list[tuple[nn.Module, str]]:
         """Put back what was changed; returns where that was.
