@@ -29,6 +29,7 @@ from dpsur.engine.loader import (
 from dpsur.errors import CouplingError, InvalidInputError, StepError, UnsupportedModelError
 from dpsur.functional import tree
 from dpsur.mechanism.cuda_graphs import waiting_raises
+from dpsur.per_example import record_level
 from dpsur.per_example.tape import Tape
 
 CLIP = 0.7
@@ -683,6 +684,48 @@ def test_tensors_are_read_by_index_like_one_record_after_the_other(opacus):
                     optimizer.step()
         found.append([value.detach().clone() for value in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+class Reading(nn.Module):
+    """A recurrent layer that reads a record and learned vectors, and the learned ones alone."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = kind(2, 3, batch_first=True, **options)
+        self.learned = nn.Parameter(torch.randn(1, 2, 2))
+
+    def forward(self, x):
+        learned = self.learned.expand(len(x), -1, -1)
+        alone = self.layer(learned)[0][:, -1, :3]
+        return alone * self.layer(torch.cat([learned, x.view(-1, 3, 2)], 1))[0][:, -1, :3]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2, "bidirectional": True}, {"nonlinearity": "relu"}]
+)
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_recurrences_over_weights_without_those_of_cudnn(kind, options, sums, monkeypatch):
+    if "nonlinearity" in options and kind is nn.GRU:
+        return
+    called = []
+    table = torch._decomp.decomposition_table
+    watched = {
+        key: lambda *args, one=found, **rest: (called.append(1), one(*args, **rest))[1]
+        for key, found in table.items()
+        if key.name().startswith(("aten::gru", "aten::rnn"))
+    }
+    monkeypatch.setattr(torch._decomp, "decomposition_table", {**table, **watched})
+    monkeypatch.setattr(record_level, "CUDNN_DEVICE", "cpu")
+    data, model = records(), Reading(kind, **options)
+    engine, model, _, loader = private(model, data)
+    step = engine.private_step(cross_entropy)
+    batch, x, y = batch_of(engine, loader, data)
+    expected = alone(model, cross_entropy, x, y)
+    step(batch)
+    assert called
+    for name, value in sums[0].items():
+        assert torch.allclose(value, expected[name].to(value.dtype), atol=1e-5), name
 
 
 def tapes():

@@ -832,6 +832,19 @@ def _squeeze(level: RecordLevel, _: Any, args: tuple[Any, ...], kwargs: Any) -> 
     return args[0].squeeze(ones[1:])
 
 
+CUDNN_DEVICE = "cuda"
+
+
+def _recurrence(level: RecordLevel, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """One time after the other, by PyTorch's own operations: cuDNN's backward pass has no rule."""
+    if args[0].device.type != CUDNN_DEVICE:
+        return NotImplemented
+    packed = not isinstance(args[3], bool)
+    operation = getattr(getattr(torch.ops.aten, name_of(func)), "data" if packed else "input")
+    with level:  # which follows these operations in turn
+        return torch._decomp.decomposition_table[operation](*args, **kwargs)
+
+
 # What they leave to the level, a trained weight among it, they answer by NotImplemented.
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.squeeze: _squeeze,
@@ -843,6 +856,10 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.__repr__: _repr,
     Tensor.__str__: _repr,
     Tensor.__format__: _repr,
+    torch.gru: _recurrence,
+    torch.lstm: _recurrence,
+    torch.rnn_tanh: _recurrence,
+    torch.rnn_relu: _recurrence,
     F.cross_entropy: _cross_entropy,
     F.scaled_dot_product_attention: _scaled_dot_product_attention,
     Tensor.requires_grad_: _require_grad,
