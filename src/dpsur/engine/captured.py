@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -437,25 +438,41 @@ class Surroundings:
     def __init__(self, owner: Any, models: Sequence[nn.Module]) -> None:
         # name for logs, how to look it up again, what it was
         self._read: list[tuple[str, Callable[[], Any], Any]] = []
+        # what modules hold: thousands of things, so all of a module are compared at once
+        self._held: list[tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]] = []
+        self._names: list[str] = []  # of numbers, with how to get them again and what they were
+        self._get_numbers: list[Callable[[], Any]] = []
+        self._numbers: list[Any] = []
         self._generators: list[Any] = []  # that the function may draw from, on the host
-        for name, look_up in _readings(owner, models):
-            self._add(name, look_up)
+        for name, look_up in _readings(owner):
+            self._read.append((name, look_up, look_up()))
+            self._add(name, self._read[-1][2])
+        for module in (module for model in models for module in model.modules()):
+            for held in (vars(module), module._parameters, module._buffers):
+                self._held.append((held, tuple(held), tuple(held.values())))
+                for name, value in held.items():
+                    self._add(name, value)
 
-    def _add(self, name: str, look_up: Callable[[], Any], *, inside: bool = False) -> None:
-        value = look_up()
-        self._read.append((name, look_up, value))
+    def _add(self, name: str, value: Any, *, inside: bool = False) -> None:
+        """What a value holds itself, beside being the value that it is."""
         if isinstance(value, Tensor):
-            self._read.append((name, value.data_ptr, value.data_ptr()))
+            self._number(name, value.data_ptr)
             if value.device.type == "cpu" and value.numel() == 1:  # which a graph would keep
-                self._read.append((name, value.item, value.item()))
+                self._number(name, value.item)
         elif isinstance(value, (random.Random, np.random.Generator, torch.Generator)):
             self._generators.append(value)
         elif not inside and isinstance(value, (dict, list, tuple)) and len(value) <= MOST_ITEMS:
-            self._read.append((name, value.__len__, len(value)))
+            self._number(name, value.__len__)
             get = value.get if isinstance(value, dict) else value.__getitem__
             for key in list(value) if isinstance(value, dict) else range(len(value)):
                 # under the name of the whole: keys of a dictionary may be data
-                self._add(name, partial(get, key), inside=True)
+                self._read.append((name, partial(get, key), get(key)))
+                self._add(name, get(key), inside=True)
+
+    def _number(self, name: str, get: Callable[[], Any]) -> None:
+        self._names.append(name)
+        self._get_numbers.append(get)
+        self._numbers.append(get())
 
     def draws(self) -> list[str]:
         """Where random numbers of the host stand, which a replay would not draw."""
@@ -473,12 +490,26 @@ class Surroundings:
 
     def changed(self) -> str | None:
         """The first that is not as it was, and where it was; None if all is."""
+        for held, names, values in self._held:
+            if not all(map(is_, map(held.get, names), values)):
+                for name, value in zip(names, values, strict=True):
+                    if _differ(held.get(name), value):
+                        return name
+        numbers = [get() for get in self._get_numbers]
+        if numbers != self._numbers:
+            pairs = zip(self._names, numbers, self._numbers, strict=True)
+            return next(name for name, now, value in pairs if now != value)
         for name, look_up, value in self._read:
-            now = look_up()  # anything may stand there by now
-            plain = isinstance(value, (bool, int, float, str)) and type(now) is type(value)
-            if now is not value and not (plain and now == value):
+            if _differ(look_up(), value):  # anything may stand there by now
                 return name
         return None
+
+
+def _differ(now: Any, value: Any) -> bool:
+    if now is value:
+        return False
+    plain = isinstance(value, (bool, int, float, str)) and type(now) is type(value)
+    return not (plain and now == value)
 
 
 def _content(cell: Any) -> Any:
@@ -489,8 +520,8 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _readings(owner: Any, models: Sequence[nn.Module]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What a function and those that it calls read by name, and what modules hold."""
+def _readings(owner: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What a function and those that it calls read by name."""
     functions, objects = ([], []) if owner is None else _reached(owner)
     for function in functions:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -501,10 +532,6 @@ def _readings(owner: Any, models: Sequence[nn.Module]) -> Iterator[tuple[str, Ca
     for one in objects:
         for name in _names_in(functions):
             yield name, partial(vars(one).get, name)
-    for module in (module for model in models for module in model.modules()):
-        for held in (vars(module), module._parameters, module._buffers):
-            for name in list(held):
-                yield name, partial(held.get, name)
 
 
 def _reached(owner: Any) -> tuple[list[FunctionType], list[Any]]:

@@ -529,6 +529,8 @@ def _same(container: Any, held: Any) -> bool:
 def without_flattening(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Keep recurrent layers from moving their weights, which are not their own for the moment."""
     recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
+    # not those of a pass around this one, which finds its own again
+    recurrent = [module for module in recurrent if "flatten_parameters" not in vars(module)]
     if not recurrent:
         yield
         return
