@@ -728,6 +728,20 @@ def test_recurrences_over_weights_without_those_of_cudnn(kind, options, sums, mo
         assert torch.allclose(value, expected[name].to(value.dtype), atol=1e-5), name
 
 
+@pytest.mark.parametrize("fit", [True, False])
+def test_recurrent_layers_have_no_attribute_that_is_put_back(fit, caplog):
+    data, model = records(), Reading(nn.LSTM)
+    if fit:
+        method = dpsur.Dpsur(updates=2, gate="loss")
+        dpsur.fit(model, data.tensors, method=method, budget=dpsur.Budget(3.0, 1e-3))
+    else:
+        engine, model, _, loader = private(model, data)
+        step = engine.private_step(cross_entropy)
+        for batch in loader:
+            step(batch)
+    assert "flatten_parameters" not in caplog.text
+
+
 def tapes():
     return [one for one in gc.get_objects() if isinstance(one, Tape)]
 
