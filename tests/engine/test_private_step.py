@@ -732,7 +732,7 @@ def test_recurrences_over_weights_without_those_of_cudnn(kind, options, sums, mo
 def test_recurrent_layers_have_no_attribute_that_is_put_back(fit, caplog):
     data, model = records(), Reading(nn.LSTM)
     if fit:
-        method = dpsur.Dpsur(updates=2, gate="loss")
+        method = dpsur.Dpsgd(updates=2)
         dpsur.fit(model, data.tensors, method=method, budget=dpsur.Budget(3.0, 1e-3))
     else:
         engine, model, _, loader = private(model, data)
