@@ -46,6 +46,7 @@ def test_stored_plans_promise_what_they_did():
     assert dearer([ROWS[number] for number in few()]) == []
 
 
+@pytest.mark.slow
 def test_the_same_plans_fit_the_budgets():
     assert resettled([ROWS[number] for number in few()]) == []
 
